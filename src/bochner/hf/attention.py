@@ -24,14 +24,20 @@ CHILD = "linear_attn"  # the name under which an attention module holds its `Lin
 class LinearAttention(nn.Module):
     """Attention of one module by its plan: the key heads of each fate run together, then the heads are put back.
 
-    `original`: the attention implementation that the module had before, for layers that stay as they were. With
-    `plan.trainable` the learned parts of the maps are parameters that require gradients, else nothing does.
+    With `plan.trainable` the learned parts of the maps are parameters that require gradients, else nothing does.
     """
 
-    def __init__(self, plan: LayerPlan, original: str = "sdpa") -> None:
+    # Of the model that it is attached to: the implementation and the configuration that were there before, the warning
+    # of strange inputs (a `drift.Alarm`), the place of the layer in caches, and what is hooked to its module.
+    original = "sdpa"
+    given: Any = None
+    drift: Any = None
+    cache_index = 0
+    hooks: Sequence[Any] = ()
+
+    def __init__(self, plan: LayerPlan) -> None:
         super().__init__()
-        self.plan, self.original = plan.check(), original
-        self.drift: Any = None  # a `drift.Alarm`, that of the model it is attached to
+        self.plan = plan.check()
         groups: dict[Any, list[int]] = {}
         for g, fate in enumerate(plan.fates):
             groups.setdefault(fate.shared(), []).append(g)
@@ -43,6 +49,7 @@ class LinearAttention(nn.Module):
             parts[name] = plan.fates[heads[0]].build(plan, heads, seed)
         # Trainers leave parameters under a name ending in "_norm" out of weight decay, where learned maps belong.
         self.map_norm = nn.ModuleDict(parts)
+        self.needs_hidden = any(getattr(part, "needs_hidden", False) for part in parts.values())
         rows = [row for heads in groups.values() for row in self._rows(heads)]
         self.order = [rows.index(h) for h in range(plan.num_heads)]
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -104,7 +111,7 @@ class LinearAttention(nn.Module):
         return call._replace(query=self._pick(call.query, self._rows(heads)), key=key, value=value)
 
     def _pick(self, x: Tensor, heads: Sequence[int]) -> Tensor:
-        # Not buffers: models built on the meta device would leave those that are not saved without values.
+        # Indices are no buffers: models built on the meta device would leave those that are not saved without values.
         key = (tuple(heads), x.device)
         if key not in self._indices:
             self._indices[key] = torch.tensor(heads, device=x.device)

@@ -187,6 +187,11 @@ class Calibration(Config):
         if self.max_length is not None:
             positive_int(self.max_length, "max_length", "Calibration")
         positive_int(self.batch_size, "batch_size", "Calibration")
+        if self.tokenizer is not None and not callable(self.tokenizer):
+            raise BochnerError(
+                f"The 'tokenizer' of Calibration must be the model's tokenizer, got {self.tokenizer!r}; make it by "
+                "transformers.AutoTokenizer.from_pretrained."
+            )
 
     @classmethod
     def of(cls, data: Any, tokenizer: Any = None) -> Calibration:

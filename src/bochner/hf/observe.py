@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from bochner._checks import BochnerError
 from bochner.hf import inputs
-from bochner.hf.attention import CHILD
 from bochner.hf.calls import Call
 from bochner.hf.interface import (
     AttentionInterface,
@@ -29,7 +28,6 @@ from bochner.hf.interface import (
     configs_of,
     hidden_states,
     note_hidden,
-    obstacle,
     original_attention,
     read_call,
     softmax_of,
@@ -91,13 +89,10 @@ def _record(
     if recording is None or id(module) not in recording.modules:  # of another model with the same configuration
         return original_attention(module, "sdpa", query, key, value, attention_mask, kwargs)
     name, implementation = recording.modules[id(module)]
-    found = obstacle(attention_mask, kwargs)
-    if found is not None:
-        causal = bool(getattr(attention_mask, "is_causal", getattr(module, "is_causal", False)))
-        shape = Shape.of(name, Call(query, key, value, causal, None, 1.0))
-        recording.obstacles.setdefault(name, (found, shape))
+    call, obstacle = read_call(module, query, key, value, attention_mask, kwargs)
+    if obstacle is not None:
+        recording.obstacles.setdefault(name, (obstacle, Shape.of(name, call)))
     else:
-        call = read_call(module, query, key, value, attention_mask, kwargs)
         out = recording.observer(name, call._replace(hidden=hidden_states()) if name in recording.hidden else call)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
@@ -199,8 +194,6 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
 
     Those that ask for something linear attention cannot honour have an `obstacle`. Raises when there is none at all.
     """
-    if any(CHILD in m._modules for m in model.modules()):
-        raise BochnerError("This model is converted already; call bochner.revert(model) first.")
     found = _shapes(model, batch)
     if batch is not None and "decoder_input_ids" in batch:
         # Both sides may have one length: cross-attention is where other queries meet as many keys.
@@ -223,7 +216,7 @@ def discover_parts(
     shapes = discover(model, inputs.first_row(data[0]) if data else None)
     if parts is None:
         return shapes
-    wanted = [parts] if isinstance(parts, str) else list(parts)
+    wanted = list(parts) if isinstance(parts, (list, tuple, set)) else [parts]
     within = {p: [n for n, s in shapes.items() if s.part == p or n == p or n.startswith(f"{p}.")] for p in wanted}
     empty = [p for p, names in within.items() if not names]
     if empty or not wanted:
