@@ -191,8 +191,8 @@ class Conversion:
         return f"Conversion of {type(self.model).__name__}\n{self.plan}"
 
     def __str__(self) -> str:
-        told = (self.report, self.distillation)
-        return "\n".join([repr(self), *(str(part) for part in told if part is not None)])
+        reports = (self.report, self.distillation)
+        return "\n".join([repr(self), *(str(report) for report in reports if report is not None)])
 
 
 def revert(model: Any) -> Any:

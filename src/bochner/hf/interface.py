@@ -65,6 +65,10 @@ MISFIT = (
     "The saved maps are not those of the plan beside them, which was edited or comes from another conversion: convert "
     "the original model again with this plan."
 )
+UNSUPPORTED = (
+    "{} cannot use linear attention: its attention does not go through transformers' attention interface, so that a "
+    "replacement would silently be ignored."
+)
 # Keywords of transformers' attention calls that change the result; each with the reason why a layer stays exact.
 REFUSED = {
     "position_bias": "a position bias added to the logits (T5) is not a kernel of query and key",
@@ -254,13 +258,6 @@ def supported(model: nn.Module | type) -> bool:
     return bool(check()) if check is not None else False
 
 
-def unsupported_message(model: Any) -> str:
-    return (
-        f"{type(model).__name__} cannot use linear attention: its attention does not go through transformers' "
-        "attention interface, so that a replacement would silently be ignored."
-    )
-
-
 def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     """The transformers model in a PeftModel, that and the tokenizer of a SentenceTransformer; others as they are."""
     if hasattr(model, "get_base_model"):
@@ -333,16 +330,13 @@ def attached_to(model: Any) -> dict[str, LinearAttention]:
     inner, _ = unwrap(model)
     found = {}
     for name, module in getattr(inner, "named_modules", dict)():
-        child = _in_use(module._modules.get(CHILD))
+        child: Any = module._modules.get(CHILD)
+        copies, active = getattr(child, "modules_to_save", {}), getattr(child, "active_adapters", None)
+        if active and active[0] in copies:  # PEFT's `modules_to_save`: the copy of the adapter in use
+            child = copies[active[0]]
         if isinstance(child, LinearAttention):
             found[name] = child
     return found
-
-
-def _in_use(child: Any) -> Any:
-    """The module that a name stands for: with PEFT's `modules_to_save`, the copy of the adapter in use."""
-    copies, active = getattr(child, "modules_to_save", None), getattr(child, "active_adapters", None)
-    return copies[active[0]] if copies and active and active[0] in copies else child
 
 
 def layers_of(model: Any) -> dict[str, LinearAttention]:

@@ -21,6 +21,7 @@ from bochner._checks import BochnerError
 from bochner.hf import inputs
 from bochner.hf.calls import Call
 from bochner.hf.interface import (
+    UNSUPPORTED,
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
@@ -32,7 +33,6 @@ from bochner.hf.interface import (
     read_call,
     softmax_of,
     supported,
-    unsupported_message,
 )
 from bochner.hf.masks import Obstacle, make_mask
 
@@ -140,7 +140,7 @@ def recording(
     if not isinstance(model, PreTrainedModel):
         raise BochnerError(f"A transformers model is needed, got {type(model).__name__}.")
     if not supported(model):
-        raise BochnerError(unsupported_message(model))
+        raise BochnerError(UNSUPPORTED.format(type(model).__name__))
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     if any(implementation == RECORDER for _, implementation in before):
         raise BochnerError("This model is being observed already; do one thing at a time with one model.")
@@ -202,7 +202,7 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
             fixed = shape.queries != other[name].queries and shape.keys == other[name].keys
             found[name] = shape._replace(is_cross=shape.is_cross or fixed)
     if not found:
-        raise BochnerError(unsupported_message(model))
+        raise BochnerError(UNSUPPORTED.format(type(model).__name__))
     return {name: found[name] for name, _ in model.named_modules() if name in found}
 
 
@@ -217,15 +217,14 @@ def discover_parts(
     if parts is None:
         return shapes
     wanted = list(parts) if isinstance(parts, (list, tuple, set)) else [parts]
-    within = {p: [n for n, s in shapes.items() if s.part == p or n == p or n.startswith(f"{p}.")] for p in wanted}
-    empty = [p for p, names in within.items() if not names]
-    if empty or not wanted:
+    chosen = {p: [n for n, s in shapes.items() if s.part == p or f"{n}.".startswith(f"{p}.")] for p in wanted}
+    if not chosen or not all(chosen.values()):
         known = [p for p in PARTS if any(s.part == p for s in shapes.values())]
-        shown = repr(empty[0]) if empty else "nothing"
+        shown = next((repr(p) for p, names in chosen.items() if not names), "nothing")
         raise BochnerError(f"The 'parts' must be of {known}, or names of modules with attention, got {shown}.")
-    chosen = {name for names in within.values() for name in names}
+    kept = {name for names in chosen.values() for name in names}
     left_out = Obstacle("it is not among the 'parts' to convert")
-    return {n: s if n in chosen or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
+    return {n: s if n in kept or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
 
 
 def _shapes(model: nn.Module, batch: dict[str, Tensor] | None) -> dict[str, Shape]:
