@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError, Conversion, Recipe, Target, convert, feature_map, linear_attention, revert  # noqa: E402
-from bochner.hf import LayerPlan, Plan, calibrate, layers_of  # noqa: E402
+from bochner.hf import LayerPlan, Plan, Selected, calibrate, discover, layers_of  # noqa: E402
 from bochner.hf.attention import LinearAttention  # noqa: E402
 from bochner.hf.calibrate import Far, attention_weights  # noqa: E402
 from bochner.hf.calls import Call, exact  # noqa: E402
@@ -228,6 +228,15 @@ def test_a_plan_that_brings_fitted_maps_needs_no_data() -> None:
     plan.maps.clear()
     with pytest.raises(BochnerError, match="'landmark' needs 'data'"):
         convert(build("bert", TEXT), plan)
+
+
+def test_a_plan_of_selected_keys_without_its_scores_is_refused() -> None:
+    model = build("llama", GROUPED, head="AutoModelForCausalLM")
+    plan = Plan.of(discover(model), "llama", fate=lambda shape: Selected(window=8, budget=8, width=32))
+    for data in (None, texts_as_batches()):
+        with pytest.raises(BochnerError, match=r"brings no maps .* fit_selected"):
+            convert(model, plan, data)
+    assert not [name for name in model.state_dict() if "linear_attn" in name]
 
 
 def test_windows_alone_of_an_encoder_are_ranked_by_what_they_leave_out() -> None:

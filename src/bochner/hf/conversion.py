@@ -17,7 +17,7 @@ from bochner.hf import calibrate, drift
 from bochner.hf.attention import LinearAttention
 from bochner.hf.config import Calibration, Recipe, Target
 from bochner.hf.evaluate import is_language_model
-from bochner.hf.fates import EXACT, Window, fate_of
+from bochner.hf.fates import EXACT, FateModule, Window, fate_of
 from bochner.hf.interface import MISFIT, attach, check_model, detach, for_model, layers_of, settings_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
 from bochner.hf.plan import Fitted, LayerPlan, Plan
@@ -349,12 +349,17 @@ def _build(model: Any, plan: Plan, samples: Mapping[str, calibrate.Samples]) -> 
     device = next(model.parameters()).device
     layers = {layer.name: LinearAttention(layer).to(device) for layer in plan.layers}
     for name, layer in layers.items():
-        known = plan.fitted(layer.plan)
+        known, fates = plan.fitted(layer.plan), layer.plan.fates
         if known is not None:
             try:
                 layer.load_state_dict(known)
             except RuntimeError as error:
                 raise BochnerError(MISFIT) from error
+        elif any(fates[part.heads[0]].has_map and type(part).fit is FateModule.fit for part in layer.parts.values()):
+            raise BochnerError(
+                f"The plan brings no maps for {name!r}, and texts alone do not fit them: take the plan that a search "
+                "or fit_selected returned, or the directory of the saved conversion."
+            )
         elif name in samples and not layer.plan.untouched:
             layer.fit(samples[name])
     return {name: layer.to(device) for name, layer in layers.items()}
