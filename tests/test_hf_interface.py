@@ -352,6 +352,17 @@ def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:
     assert torch.equal(outputs(model), linear)
 
 
+def test_a_saved_conversion_is_loaded_as_softmax_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = build("bert", TEXT)
+    before = outputs(model)
+    linear = outputs(convert(model, Recipe("calibrated", 8), texts_as_batches()).model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(outputs(loaded), before, atol=1e-5, rtol=1e-4)
+    loaded.set_attn_implementation("bochner")
+    assert torch.equal(outputs(loaded), linear)
+
+
 WITHOUT = """
 import sys
 sys.modules["transformers"] = None

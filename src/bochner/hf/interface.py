@@ -469,7 +469,13 @@ class MapLoader(HfQuantizer):
         config.plan = for_model(config.plan, model)
         layers = {layer.name: LinearAttention(layer) for layer in config.plan.layers}
         _check_files(layers, checkpoint_files)
+        asked = model.config._attn_implementation
         attach(model, config.plan, layers)
+        if (
+            asked != CONVERTED
+        ):  # by `from_pretrained(..., attn_implementation=)`
+            for above, _ in _above_maps(model):
+                above._attn_implementation_internal = asked
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
