@@ -471,9 +471,7 @@ class MapLoader(HfQuantizer):
         _check_files(layers, checkpoint_files)
         asked = model.config._attn_implementation
         attach(model, config.plan, layers)
-        if (
-            asked != CONVERTED
-        ):  # by `from_pretrained(..., attn_implementation=)`
+        if asked != CONVERTED:  # by `from_pretrained(..., attn_implementation=)`
             for above, _ in _above_maps(model):
                 above._attn_implementation_internal = asked
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
