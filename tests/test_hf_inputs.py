@@ -237,6 +237,15 @@ def test_a_target_says_what_it_does_where_somebody_can_read_it(
     assert not capsys.readouterr().err
 
 
+def test_an_iterator_of_texts_is_a_list_of_texts() -> None:
+    model, several = build("llama", GROUPED, head="AutoModelForCausalLM"), texts(3, 500)
+    wanted = batches_for(model, Calibration(several, words()), Target())
+    data = Calibration(iter(several), words())
+    for _ in range(2):
+        found = batches_for(model, data, Target())
+        assert [b["input_ids"].tolist() for b in found] == [b["input_ids"].tolist() for b in wanted]
+
+
 def test_empty_texts_among_others_are_left_out() -> None:
     found = batches([*texts(2, 9), "", " "], words(), model=build("bert", TEXT))
     assert sum(len(batch["input_ids"]) for batch in found) == 2

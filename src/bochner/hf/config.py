@@ -192,6 +192,8 @@ class Calibration(Config):
                 f"The 'tokenizer' of Calibration must be the model's tokenizer, got {self.tokenizer!r}; make it by "
                 "transformers.AutoTokenizer.from_pretrained."
             )
+        if inputs.is_several(self.data):  # an iterator can be read once
+            object.__setattr__(self, "data", list(self.data))
 
     @classmethod
     def of(cls, data: Any, tokenizer: Any = None) -> Calibration:
@@ -203,8 +205,8 @@ class Calibration(Config):
     @property
     def is_texts(self) -> bool:
         """Whether the data is one text or several, and not batches."""
-        texts = [self.data] if isinstance(self.data, str) else self.data
-        return isinstance(texts, Sequence) and bool(texts) and all(isinstance(t, str) for t in texts)
+        several = isinstance(self.data, list) and bool(self.data) and all(isinstance(t, str) for t in self.data)
+        return several or isinstance(self.data, str)
 
     def batches(self, model: Any, max_length: int, *, labels: bool = False) -> list[dict[str, Any]]:
         """The data as inputs of a model; `max_length`: of texts, unless the calibration says it."""

@@ -207,7 +207,7 @@ def _to_target(model: Any, target: Target, data: Calibration | None, asked: dict
     from bochner.hf.search import search
 
     if target.train is not None and target.train.loss == "model" and data is not None:
-        given = data.data if isinstance(data.data, (list, tuple)) else []
+        given = data.data if isinstance(data.data, list) else [data.data]
         if any(hasattr(batch, "keys") and "labels" in batch for batch in given):
             raise BochnerError(
                 "The training of a Target uses no 'labels': convert without 'train', then call bochner.distill(model, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,10 +84,15 @@ def batches(
     return [{k: v for k, v in b.items() if labels or k != "labels"} for b in found]
 
 
+def is_several(data: Any) -> bool:
+    """Whether data is a list or another iterable, and not one text, array or batch."""
+    return hasattr(data, "__iter__") and not isinstance(data, (str, Tensor, np.ndarray)) and not hasattr(data, "keys")
+
+
 def listed(calibration: Any, model: Any = None) -> list[Any]:
     """Calibration data as a list of texts or of batches."""
     items, article = [calibration], ""
-    if not isinstance(calibration, (str, Tensor, np.ndarray, Mapping)) and hasattr(calibration, "__iter__"):
+    if is_several(calibration):
         items, article = list(calibration), "a list of "
     if not items:
         raise BochnerError("The 'data' is empty; give some texts of the kind the model will see.")
@@ -145,7 +150,7 @@ def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
             found[name] = value
     if not found.keys() - {"labels"}:
         raise BochnerError(
-            f"A batch of 'data' holds no inputs, but {sorted(batch)}: give dicts of tensors, as in "
+            f"A batch of 'data' holds no inputs, but {list(batch)[:6]}: give dicts of tensors, as in "
             f"{{{getattr(model, 'main_input_name', 'input_ids')!r}: x}}."
         )
     alone = all(x.ndim == 1 for name, x in found.items() if name != "labels")
