@@ -39,7 +39,7 @@ from bochner._checks import BochnerError, BochnerWarning, extra
 from bochner.hf import drift
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calls import Call, attend
-from bochner.hf.masks import Mask, Obstacle, make_mask
+from bochner.hf.masks import Mask, Obstacle, make_mask, plain_mask
 from bochner.hf.plan import Plan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
@@ -105,7 +105,9 @@ def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Call, Obstacle | None]:
     """An attention call as transformers makes it, and what of it linear attention cannot honour."""
-    mask = mask if isinstance(mask, Mask) else _plain_mask(module, key, mask, kwargs.get("is_causal"))
+    if not isinstance(mask, Mask):  # of a model that has none made, and says beside it whether it is causal
+        asked = kwargs.get("is_causal")
+        mask = plain_mask(mask, key.shape[-2], getattr(module, "is_causal", False) if asked is None else asked)
     obstacle, passed = mask.obstacle, next((name for name in REFUSED if kwargs.get(name) is not None), None)
     if passed is not None:
         limit = kwargs[passed] if passed == "sliding_window" and isinstance(kwargs[passed], int) else 0
@@ -119,20 +121,6 @@ def read_call(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     _check_packing(module, mask.segments, kwargs)
     return Call(query, key, value, mask.is_causal, padding, scale, mask.segments), obstacle
-
-
-def _plain_mask(module: nn.Module, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> Mask:
-    """The mask of a model that has none made: one of padding, or none; is it causal is said beside it."""
-    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    if mask is None:
-        return Mask(None, key.shape[-2], causal)
-    if mask.ndim == 2:
-        return Mask(mask.bool(), mask.shape[1], causal)
-    reason = (
-        f"it passes a mask of shape {tuple(mask.shape)}, and only padding masks (b, s) can be honoured; pass the 2-D "
-        "attention mask of the tokenizer"
-    )
-    return Mask(None, key.shape[-2], causal, obstacle=Obstacle(reason))
 
 
 def _check_packing(module: nn.Module, segments: Tensor | None, kwargs: dict[str, Any]) -> None:
