@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, Conversion, Recipe, convert, feature_map, linear_attention, revert  # noqa: E402
-from bochner.hf import LayerPlan, Plan, calibrate, layers_of  # noqa: E402
+from bochner import BochnerError, Conversion, Recipe, Target, convert, feature_map, linear_attention, revert  # noqa: E402
+from bochner.hf import LayerPlan, Plan, Selected, calibrate, discover, layers_of  # noqa: E402
 from bochner.hf.attention import LinearAttention  # noqa: E402
 from bochner.hf.calibrate import Far, attention_weights  # noqa: E402
 from bochner.hf.calls import Call, exact  # noqa: E402
@@ -89,8 +89,9 @@ def test_revert_gives_back_the_kind_of_softmax_there_was() -> None:
 
 def test_converting_twice_is_refused() -> None:
     model = convert_bert()
-    with pytest.raises(BochnerError, match="converted already"):
-        convert(model, Recipe(), texts_as_batches())
+    for spec in (Recipe(), Target(), Conversion.of(model).plan):
+        with pytest.raises(BochnerError, match="converted already"):
+            convert(model, spec, texts_as_batches())
 
 
 def test_one_seed_gives_one_model() -> None:
@@ -113,6 +114,36 @@ def test_a_plan_is_printed_saved_edited_and_passed_back(tmp_path: Path) -> None:
     edited = convert(bert(), loaded, texts_as_batches()).model
     assert Conversion.of(edited).plan.layers[0].fates == [Exact()] * 4
     assert not torch.allclose(outputs(edited), outputs(model))
+
+
+@pytest.mark.parametrize("heads", [("AutoModel", "AutoModelForMaskedLM"), ("AutoModelForMaskedLM", "AutoModel")])
+def test_a_plan_and_a_saved_conversion_fit_with_and_without_a_head(heads: tuple[str, str], tmp_path: Path) -> None:
+    first, second = (build("bert", TEXT, head=head) for head in heads)
+    second.base_model.load_state_dict(first.base_model.state_dict(), strict=False)
+    conversion = convert(first, Recipe("landmark", 16, window=4), texts_as_batches())
+    conversion.save_pretrained(tmp_path)
+    x = inputs(first)
+    for spec in (conversion.plan, str(tmp_path)):
+        made = convert(second, spec)
+        assert set(made.plan.maps) == set(layers_of(second))
+        assert torch.equal(outputs(second.base_model, x), outputs(first.base_model, x))
+        made.revert()
+
+
+def test_files_that_are_no_saved_conversion_are_refused(tmp_path: Path) -> None:
+    model = bert()
+    conversion = convert(model, Recipe("positive", 8))
+    conversion.save_pretrained(tmp_path / "maps")
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(BochnerError, match="converted already"):
+        Conversion.from_pretrained(model, tmp_path / "maps")
+    revert(model)
+    with pytest.raises(BochnerError, match=r"no plan.json.*its own from_pretrained"):
+        convert(model, tmp_path / "whole")
+    (tmp_path / "maps" / "maps.safetensors").write_bytes(b"123")
+    with pytest.raises(BochnerError, match="No maps could be read"):
+        convert(model, tmp_path / "maps")
+    assert not [name for name in model.state_dict() if "linear_attn" in name]
 
 
 def test_the_plan_of_another_model_is_refused() -> None:
@@ -197,6 +228,15 @@ def test_a_plan_that_brings_fitted_maps_needs_no_data() -> None:
     plan.maps.clear()
     with pytest.raises(BochnerError, match="'landmark' needs 'data'"):
         convert(build("bert", TEXT), plan)
+
+
+def test_a_plan_of_selected_keys_without_its_scores_is_refused() -> None:
+    model = build("llama", GROUPED, head="AutoModelForCausalLM")
+    plan = Plan.of(discover(model), "llama", fate=lambda shape: Selected(window=8, budget=8, width=32))
+    for data in (None, texts_as_batches()):
+        with pytest.raises(BochnerError, match=r"brings no maps .* fit_selected"):
+            convert(model, plan, data)
+    assert not [name for name in model.state_dict() if "linear_attn" in name]
 
 
 def test_windows_alone_of_an_encoder_are_ranked_by_what_they_leave_out() -> None:
@@ -372,7 +412,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty calibration": ({"data": []}, "empty"),
     "little calibration": ({"data": texts_as_batches(1, 1, 8)}, "Too little calibration"),
     "texts without tokenizer": ({"data": ["a text"]}, "tokenizer"),
-    "numbers": ({"data": [1, 2]}, "got int"),
+    "numbers": ({"data": [1, 2]}, "got a list of int: name them"),
     "unknown map": ({"feature_map": "wrong"}, "Unknown feature map"),
     "map instance": ({"feature_map": feature_map("positive", dim=8)}, "must be a name"),
     "features": ({"num_features": 0}, "num_features"),

@@ -91,6 +91,13 @@ def test_a_four_dimensional_mask_is_refused() -> None:
         interface.attention_forward(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
 
 
+@pytest.mark.parametrize("shape", [(2, 12, 12), (2, 1, 12, 12)])
+def test_a_mask_of_pairs_is_refused_by_a_converted_model(shape: tuple[int, ...]) -> None:
+    model = convert(build("bert", TEXT), Recipe("positive", 8, window=4)).model
+    with pytest.raises(BochnerError, match="only padding masks"):
+        model(torch.ones(2, 12, dtype=torch.long), attention_mask=torch.ones(shape))
+
+
 def test_padding_does_not_move_valid_outputs() -> None:
     model = build("bert", TEXT)
     model.set_attn_implementation("bochner")

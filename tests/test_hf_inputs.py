@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import DECODERS, ENCODERS, GROUPED, IMAGE, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError, Calibration, Conversion, Distillation, Recipe, Target, convert, revert, search  # noqa: E402
-from bochner.hf import discover  # noqa: E402
+from bochner.hf import Plan, discover  # noqa: E402
 from bochner.hf.inputs import batches, positions  # noqa: E402
 from bochner.hf.search.texts import batches_for, settle  # noqa: E402
 
@@ -168,7 +168,11 @@ def call(model: Any, data: Any = None, **options: Any) -> Any:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"data": Calibration(5)}, r"must be texts or batches, .* got int: name them, as in {'input_ids': x}"),
     "a tensor": ({"data": torch.ones(3, 8)}, r"got Tensor: name them, as in {'input_ids': x}"),
-    "tensors": ({"data": [torch.ones(3, 8)] * 3}, r"got a list of Tensors: name them"),
+    "tensors": ({"data": [torch.ones(3, 8)] * 3}, r"got a list of Tensor: name them"),
+    "an empty text": ({"data": Calibration(["", " "], words())}, r"The texts of 'data' are empty"),
+    "no tokens": ({"data": [{"input_ids": ids(0)}] * 4}, r"hold no tokens: leave empty texts out"),
+    "texts and batches": ({"data": ["w4", {"input_ids": ids(4)}]}, r"got a list of dict and str: name them"),
+    "a number for parts": ({"parts": 3}, r"'parts' must be of \['encoder'\], .* got 3"),
     "an empty batch": ({"data": [{}]}, r"holds no inputs, but \[\]: give dicts of tensors"),
     "ragged rows": ({"data": [{"input_ids": [[1, 2], [3]]}]}, r"'input_ids' .* pad its rows to one length"),
     "a wrong key": (
@@ -210,6 +214,10 @@ def test_settings_that_cannot_be_are_refused_when_they_are_made() -> None:
         Distillation.from_dict({"stepz": 3})
     with pytest.raises(BochnerError, match="'train' of Target must be a Distillation"):
         Target(keep=0.9, train={"steps": 3})  # type: ignore[arg-type]
+    with pytest.raises(BochnerError, match="'tokenizer' of Calibration must be the model's tokenizer, got 'bert'"):
+        Calibration(["a"], "bert")
+    with pytest.raises(BochnerError, match="'layers' of a Plan must be LayerPlans"):
+        Plan(["encoder"])  # type: ignore[list-item]
     with pytest.raises(BochnerError, match="'batch_size' of Calibration must be a positive int, got 0"):
         Calibration(["a"], batch_size=0)
 
@@ -227,6 +235,21 @@ def test_a_target_says_what_it_does_where_somebody_can_read_it(
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     convert(model, Recipe("positive", 8), texts_as_batches(4))
     assert not capsys.readouterr().err
+
+
+def test_an_iterator_of_texts_is_a_list_of_texts() -> None:
+    model, several = build("llama", GROUPED, head="AutoModelForCausalLM"), texts(3, 500)
+    wanted = batches_for(model, Calibration(several, words()), Target())
+    data = Calibration(iter(several), words())
+    for _ in range(2):
+        found = batches_for(model, data, Target())
+        assert [b["input_ids"].tolist() for b in found] == [b["input_ids"].tolist() for b in wanted]
+
+
+def test_empty_texts_among_others_are_left_out() -> None:
+    found = batches([*texts(2, 9), "", " "], words(), model=build("bert", TEXT))
+    assert sum(len(batch["input_ids"]) for batch in found) == 2
+    assert all(batch["attention_mask"].all() for batch in found)
 
 
 def test_rows_of_a_batch_may_be_tensors_in_a_list() -> None:

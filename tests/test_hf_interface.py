@@ -279,17 +279,33 @@ def test_a_tower_converted_alone_is_saved_and_loaded(tmp_path: Path) -> None:
     assert not torch.equal(before, after)
 
 
-def test_a_whole_model_around_a_converted_part_is_saved_without_its_maps_and_says_so(tmp_path: Path) -> None:
-    model = build("bert", SUPPORTED["bert"], head="AutoModelForSequenceClassification")
+@pytest.mark.parametrize("family", ["bert", "bart"])
+def test_a_whole_model_that_is_saved_around_a_converted_part_is_refused_when_it_is_loaded(
+    family: str, tmp_path: Path
+) -> None:
+    """`config.attn_implementation` of the whole: the maps are not in its plan, and would be left out."""
+    head = {"bert": "AutoModelForSequenceClassification", "bart": "AutoModelForSeq2SeqLM"}[family]
+    model = build(family, SUPPORTED[family], head=head)
     x = inputs(model)
     before = outputs(model, x)
-    convert(model.bert, Recipe("positive", 16, window=4))
-    model.save_pretrained(tmp_path)
-    assert not hasattr(model.config, "quantization_config")
-    loaded, told = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert all(".linear_attn." in name for name in told["unexpected_keys"])
-    assert told["unexpected_keys"]
-    torch.testing.assert_close(outputs(loaded.eval(), x), before, atol=1e-6, rtol=1e-5)
+    part = model.bert if family == "bert" else model.get_encoder()
+    convert(part, Recipe("positive", 16, window=4))
+    model.save_pretrained(tmp_path / "around")
+    with pytest.raises(ValueError, match="convert the whole model with 'parts' before saving it"):
+        type(model).from_pretrained(tmp_path / "around")
+    loaded = type(model).from_pretrained(tmp_path / "around", attn_implementation="sdpa").eval()
+    torch.testing.assert_close(outputs(loaded, x), before, atol=1e-6, rtol=1e-5)
+    revert(part)
+    model.save_pretrained(tmp_path / "reverted")
+    assert torch.equal(outputs(type(model).from_pretrained(tmp_path / "reverted").eval(), x), before)
+
+
+def test_a_model_with_the_configuration_of_a_converted_one_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = build("bert", TEXT, head="AutoModelForMaskedLM")
+    other = type(model)(model.config).eval()
+    convert(model, Recipe("positive", 16))
+    other.save_pretrained(tmp_path)
+    assert torch.equal(outputs(type(model).from_pretrained(tmp_path).eval()), outputs(other))
 
 
 def test_sequences_packed_by_bounds_alone_are_refused() -> None:
@@ -334,6 +350,17 @@ def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:
     assert not torch.allclose(outputs(model), linear, atol=1e-3)
     model.set_attn_implementation("bochner")
     assert torch.equal(outputs(model), linear)
+
+
+def test_a_saved_conversion_is_loaded_as_softmax_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = build("bert", TEXT)
+    before = outputs(model)
+    linear = outputs(convert(model, Recipe("calibrated", 8), texts_as_batches()).model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(outputs(loaded), before, atol=1e-5, rtol=1e-4)
+    loaded.set_attn_implementation("bochner")
+    assert torch.equal(outputs(loaded), linear)
 
 
 WITHOUT = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,20 @@ CHILD = "linear_attn"  # the name under which an attention module holds its `Lin
 class LinearAttention(nn.Module):
     """Attention of one module by its plan: the key heads of each fate run together, then the heads are put back.
 
-    `original`: the attention implementation that the module had before, for layers that stay as they were. With
-    `plan.trainable` the learned parts of the maps are parameters that require gradients, else nothing does.
+    With `plan.trainable` the learned parts of the maps are parameters that require gradients, else nothing does.
     """
 
-    def __init__(self, plan: LayerPlan, original: str = "sdpa") -> None:
+    # Of the model that it is attached to: the implementation and the configuration that were there before, the warning
+    # of strange inputs (a `drift.Alarm`), the place of the layer in caches, and what is hooked to its module.
+    original = "sdpa"
+    given: Any = None
+    drift: Any = None
+    cache_index = 0
+    hooks: Sequence[Any] = ()
+
+    def __init__(self, plan: LayerPlan) -> None:
         super().__init__()
-        self.plan, self.original = plan.check(), original
-        self.drift: Any = None  # a `drift.Alarm`, that of the model it is attached to
+        self.plan = plan.check()
         groups: dict[Any, list[int]] = {}
         for g, fate in enumerate(plan.fates):
             groups.setdefault(fate.shared(), []).append(g)
@@ -43,8 +49,9 @@ class LinearAttention(nn.Module):
             parts[name] = plan.fates[heads[0]].build(plan, heads, seed)
         # Trainers leave parameters under a name ending in "_norm" out of weight decay, where learned maps belong.
         self.map_norm = nn.ModuleDict(parts)
-        placed = [g * plan.group + i for heads in groups.values() for g in heads for i in range(plan.group)]
-        self.order = [placed.index(h) for h in range(plan.num_heads)]
+        self.needs_hidden = any(getattr(part, "needs_hidden", False) for part in parts.values())
+        rows = [row for heads in groups.values() for row in self._rows(heads)]
+        self.order = [rows.index(h) for h in range(plan.num_heads)]
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.freeze_()
         if plan.trainable:
@@ -88,33 +95,27 @@ class LinearAttention(nn.Module):
             else:
                 out, cache.states[name] = part.decode(mine, cache.states.get(name))
             outs.append(out)
-        return self._together(outs)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        in_order = self.order == list(range(self.plan.num_heads))
+        return out if in_order else self._pick(out, self.order)
+
+    def _rows(self, heads: Sequence[int]) -> list[int]:
+        """The query heads of some key heads."""
+        return [g * self.plan.group + i for g in heads for i in range(self.plan.group)]
 
     def _of(self, call: Call, heads: list[int]) -> Call:
         """The call with some key heads and their query heads."""
-        group = self.plan.group
         if len(heads) == self.plan.num_kv_heads:
             return call
-        rows = tuple(g * group + i for g in heads for i in range(group))
-        query = call.query.index_select(1, self._index(rows, call.query.device))
-        mine = self._index(tuple(heads), call.key.device)
-        key, value = call.key.index_select(1, mine), call.value.index_select(1, mine)
-        return call._replace(query=query, key=key, value=value)
+        key, value = (self._pick(x, heads) for x in (call.key, call.value))
+        return call._replace(query=self._pick(call.query, self._rows(heads)), key=key, value=value)
 
-    def _together(self, outs: list[Tensor]) -> Tensor:
-        """The heads of all parts in the model's order."""
-        if len(outs) == 1:
-            return outs[0]
-        out = torch.cat(outs, dim=1)
-        in_order = self.order == list(range(self.plan.num_heads))
-        return out if in_order else out.index_select(1, self._index(tuple(self.order), out.device))
-
-    def _index(self, places: tuple[int, ...], device: torch.device) -> Tensor:
-        # Not buffers: models built on the meta device would leave those that are not saved without values.
-        key = (places, device)
+    def _pick(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        # Indices are no buffers: models built on the meta device would leave those that are not saved without values.
+        key = (tuple(heads), x.device)
         if key not in self._indices:
-            self._indices[key] = torch.tensor(places, device=device)
-        return self._indices[key]
+            self._indices[key] = torch.tensor(heads, device=x.device)
+        return x.index_select(1, self._indices[key])
 
 
 @torch.no_grad()

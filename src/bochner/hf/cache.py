@@ -1,16 +1,15 @@
 """Decoding in constant memory: a cache layer that holds the states of the fates instead of keys and values.
 
 The layer's `update` hands the new keys and values back unchanged and waits for the attention call that gets them: the
-call finds its layer by the identity of the key tensor (`layer_of`) and advances the states. Keys belong to one call, so
-that any number of threads and models may decode at once. Any `DynamicCache` or `StaticCache`, made by `generate` or by
-the user, gets such layers when the first converted module sees it.
+key tensor itself says which layer handed it out, and the call advances that layer's states. Any number of threads and
+models may decode at once. Any `DynamicCache` or `StaticCache`, made by `generate` or by the user, gets such layers when
+the first converted module sees it.
 """
 
 from __future__ import annotations
 
-from threading import Lock
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,43 +18,6 @@ from bochner._checks import BochnerError, extra
 
 extra("transformers", "hf", "bochner.hf")
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer  # noqa: E402
-
-
-class Waiting:
-    """Layers between `update` and their attention call, by the id of the key tensor.
-
-    The layer holds the tensor until then, so that no other tensor can have its id. What finds tensors by their identity
-    cannot be compiled: a compiled model leaves its graph for a cache, and stays in it where `some` says there is none.
-    """
-
-    def __init__(self) -> None:
-        self._layers: WeakValueDictionary[int, RecurrentLayer] = WeakValueDictionary()
-        self._lock = Lock()
-        self.some = False
-
-    def add(self, layer: RecurrentLayer, key: Tensor) -> None:
-        with self._lock:
-            layer.handed_out = key
-            self._layers[id(key)] = layer
-            self.some = True
-
-    @torch.compiler.disable
-    def take(self, key: Tensor) -> RecurrentLayer | None:
-        with self._lock:
-            layer = self._layers.pop(id(key), None)
-            self.some = len(self._layers) > 0
-        if layer is None or layer.handed_out is not key:
-            return None
-        layer.handed_out = None
-        return layer
-
-
-waiting = Waiting()
-
-
-def layer_of(key: Tensor) -> RecurrentLayer | None:
-    """The cache layer that handed out `key`, for the attention call that got it; None for keys from elsewhere."""
-    return waiting.take(key) if waiting.some else None
 
 
 class RecurrentLayer(CacheLayerMixin):
@@ -68,21 +30,21 @@ class RecurrentLayer(CacheLayerMixin):
         super().__init__(**kwargs)
         self.seen = 0
         self.states: dict[str, Any] = {}
-        self.handed_out: Tensor | None = None
+        self.waits = False  # for the attention call that gets the keys handed out last
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
+        """A state is made with the first keys."""
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.handed_out is not None:
+        if self.waits:
             raise BochnerError(
                 "The keys that this cache handed out last did not reach the attention function: the model changes them "
                 "after the cache, or the call was interrupted; use a new cache, or use_cache=False."
             )
         self.seen += key_states.shape[-2]
-        waiting.add(self, key_states)
+        self.waits, key_states.cache_layer = True, self  # type: ignore[attr-defined]
         return key_states, value_states
 
     @property
@@ -98,11 +60,10 @@ class RecurrentLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:  # what older releases of transformers call it
-        return -1
+    get_max_cache_shape = get_max_length  # what older releases call it
 
     def reset(self) -> None:
-        self.states, self.seen, self.handed_out = {}, 0, None
+        self.states, self.seen, self.waits = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -126,8 +87,21 @@ class RecurrentLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """There is nothing to bring back."""
 
-    def _select(self, f: Any) -> None:
+    def _select(self, f: Callable[[Tensor], Tensor]) -> None:
         self.states = {name: state.map(f) for name, state in self.states.items()}
+
+
+@torch.compiler.disable
+def _take(key: Any) -> RecurrentLayer:
+    layer: RecurrentLayer = key.cache_layer
+    del key.cache_layer
+    layer.waits = False
+    return layer
+
+
+def layer_of(key: Tensor) -> RecurrentLayer | None:
+    """The cache layer that handed out `key`, once; None for keys from elsewhere."""
+    return _take(key) if hasattr(key, "cache_layer") else None
 
 
 def make_recurrent(cache: Cache, index: int) -> None:

@@ -66,21 +66,18 @@ def exact(call: Call, dropout: float = 0.0) -> Tensor:
     )
 
 
-def attend(call: Call, phi: FeatureMap, **near: Any) -> Tensor:
-    """Linear attention of a call, (b, h, n, v); `near`: window and sinks."""
+def attend(call: Call, phi: FeatureMap, **more: Any) -> Any:
+    """Linear attention of a call, (b, h, n, v); `more`: window and sinks, and what else `linear_attention` takes."""
     if call.segments is not None:
-        return one_by_one(call, lambda part: attend(part, phi, **near))
+        return one_by_one(call, lambda part: attend(part, phi, **more))
     options: dict[str, Any] = {"is_causal": call.is_causal, "key_padding_mask": call.padding, "scale": call.scale}
-    return linear_attention(call.query, call.key, call.value, phi, **options, **near)
+    return linear_attention(call.query, call.key, call.value, phi, **options, **more)
 
 
 def attend_from(call: Call, phi: FeatureMap, state: State | None, **near: Any) -> tuple[Tensor, State]:
     """Linear attention of new tokens behind a state, and the state after them; `padding` is that of the new keys."""
-    options: dict[str, Any] = {"is_causal": True, "key_padding_mask": call.padding, "scale": call.scale}
-    out, after = linear_attention(
-        call.query, call.key, call.value, phi, **options, **near, state=state, return_state=True
-    )
-    return out, after
+    found: tuple[Tensor, State] = attend(call, phi, **near, state=state, return_state=True)
+    return found
 
 
 def one_by_one(call: Call, attention: Callable[[Call], Tensor]) -> Tensor:

@@ -8,15 +8,15 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from bochner._checks import BochnerError, flag, is_int, one_of, positive_float, positive_int
+from bochner.attention.checks import check_window as check_near
 from bochner.hf import inputs
 from bochner.maps import named
 
-WINDOW_KINDS = ("block", "sliding")
 AUTO_FEATURES = {"landmark": 64}  # num_features of a map where none is given; others have 128
 WINDOW_WITHOUT_DATA = 32  # beside moments, where nothing can be calibrated and no window is given
 C = TypeVar("C", bound="Config")
@@ -31,18 +31,15 @@ class Config:
 
     @classmethod
     def from_dict(cls: type[C], data: Mapping[str, Any]) -> C:
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
+        known = sorted(f.name for f in fields(cls))
+        unknown = [name for name in data if name not in known]
         if unknown:
-            raise BochnerError(f"{cls.__name__} has no setting {unknown[0]!r}; the settings are {sorted(known)}.")
+            raise BochnerError(f"{cls.__name__} has no setting {unknown[0]!r}; the settings are {known}.")
         return cls(**data)
 
     def __repr__(self) -> str:
-        shown = []
-        for f in fields(self):
-            standard = f.default if f.default_factory is MISSING else f.default_factory()
-            if getattr(self, f.name) != standard:
-                shown.append(f"{f.name}={getattr(self, f.name)!r}")
+        standard = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        shown = [f"{n}={getattr(self, n)!r}" for n, default in standard.items() if getattr(self, n) != default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -104,9 +101,8 @@ class Distillation(Config):
 
     `steps`, `rate`: Adam steps of each layer and their rate; a layer ends early when nothing improves.
     `end_to_end`: steps of the second stage, 0 for none, at half of the rate. `loss`: what that lowers, the distance of
-    its `"outputs"` from the original's, or the `"model"`'s own loss.
-    `lora`: the rank of adapters that are made for it at the attention's projections, and merged. `seconds`: a time
-    limit.
+    its `"outputs"` from the original's, or the `"model"`'s own loss. `lora`: the rank of adapters that are made for it
+    at the attention's projections, and merged. `seconds`: a time limit.
     """
 
     steps: int = 60
@@ -191,6 +187,13 @@ class Calibration(Config):
         if self.max_length is not None:
             positive_int(self.max_length, "max_length", "Calibration")
         positive_int(self.batch_size, "batch_size", "Calibration")
+        if self.tokenizer is not None and not callable(self.tokenizer):
+            raise BochnerError(
+                f"The 'tokenizer' of Calibration must be the model's tokenizer, got {self.tokenizer!r}; make it by "
+                "transformers.AutoTokenizer.from_pretrained."
+            )
+        if inputs.is_several(self.data):  # an iterator can be read once
+            object.__setattr__(self, "data", list(self.data))
 
     @classmethod
     def of(cls, data: Any, tokenizer: Any = None) -> Calibration:
@@ -202,8 +205,8 @@ class Calibration(Config):
     @property
     def is_texts(self) -> bool:
         """Whether the data is one text or several, and not batches."""
-        texts = [self.data] if isinstance(self.data, str) else self.data
-        return isinstance(texts, Sequence) and bool(texts) and all(isinstance(t, str) for t in texts)
+        several = isinstance(self.data, list) and bool(self.data) and all(isinstance(t, str) for t in self.data)
+        return several or isinstance(self.data, str)
 
     def batches(self, model: Any, max_length: int, *, labels: bool = False) -> list[dict[str, Any]]:
         """The data as inputs of a model; `max_length`: of texts, unless the calibration says it."""
@@ -221,30 +224,20 @@ class Calibration(Config):
         return f"Calibration({count})"
 
 
-def check_near(window: Any, sinks: Any, window_kind: Any, owner: str) -> None:
-    """Refuse windows and sinks that cannot be."""
-    if window is not None:
-        positive_int(window, "window", owner)
-    if not is_int(sinks) or sinks < 0:
-        raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    one_of(window_kind, "window_kind", owner, WINDOW_KINDS)
-
-
 def _check_share(value: Any, name: str, least: float) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < 1 or value == 0:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < 1 and value >= least):
         interval = f"[{least:g}, 1)" if least else "(0, 1)"
         raise BochnerError(f"The {name!r} of Target must be a share in {interval}, got {value!r}.")
 
 
 def _check_exact_heads(wanted: Any) -> None:
     if isinstance(wanted, (int, float)) and not isinstance(wanted, bool):
-        if not 0 <= wanted <= 1:
-            raise BochnerError(f"The 'exact_heads' of Recipe must be a fraction in [0, 1], got {wanted!r}.")
-        return
-    pairs = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [None]
-    if not all(isinstance(p, (tuple, list)) and len(p) == 2 and all(is_int(i) and i >= 0 for i in p) for p in pairs):
+        is_valid = 0 <= wanted <= 1
+    else:
+        pairs = wanted if isinstance(wanted, Collection) and not isinstance(wanted, str) else [None]
+        is_valid = all(isinstance(p, Sequence) and len(p) == 2 and all(is_int(i) and i >= 0 for i in p) for p in pairs)
+    if not is_valid:
         raise BochnerError(
             f"The 'exact_heads' of Recipe must be a fraction in [0, 1] or pairs (layer, key head), got {wanted!r}."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,8 @@ from bochner.hf import calibrate, drift
 from bochner.hf.attention import LinearAttention
 from bochner.hf.config import Calibration, Recipe, Target
 from bochner.hf.evaluate import is_language_model
-from bochner.hf.fates import EXACT, Window, fate_of
-from bochner.hf.interface import MISFIT, attach, check_model, detach, layers_of, settings_of, unwrap
+from bochner.hf.fates import EXACT, FateModule, Window, fate_of
+from bochner.hf.interface import MISFIT, attach, check_model, detach, for_model, layers_of, settings_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
 from bochner.hf.plan import Fitted, LayerPlan, Plan
 from bochner.nn.torch_layers import convert_torch, is_torch_model
@@ -66,19 +65,31 @@ def convert(
         return convert_torch(model, spec, data)
     inner, tokenizer = unwrap(model)
     check_model(inner)
-    _check_spec(spec, parts, seed)
+    if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
+        raise BochnerError(
+            f"The 'spec' of convert must be a Recipe, a Target, a Plan or the directory of a saved conversion, got "
+            f"{type(spec).__name__}."
+        )
+    if not isinstance(spec, (Recipe, Target)) and (parts is not None or seed != 0):
+        what, name = "A plan" if isinstance(spec, Plan) else "A saved conversion", "seed" if parts is None else "parts"
+        raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
     calibration = None if data is None else Calibration.of(data, tokenizer)
     if isinstance(spec, Target):
-        asked: dict[str, Any] = {"parts": parts, "seed": seed, "progress": progress}
-        return _to_target(model, spec, calibration, asked)
+        return _to_target(model, spec, calibration, {"parts": parts, "seed": seed, "progress": progress})
     if isinstance(spec, (str, Path)):
         if data is not None and Path(spec).is_dir():
             raise BochnerError("A saved conversion brings its maps: leave out 'data', or convert by a Recipe or Plan.")
         return Conversion.from_pretrained(model, spec)
-    fit_length = getattr(spec, "fit_length", 0)
+    fit_length = spec.fit_length if isinstance(spec, Plan) else 0
     batches = [] if calibration is None else calibration.batches(inner, fit_length or MAX_LENGTH)
     shapes, say = discover_parts(inner, batches, parts), speaker(progress)
-    attach(inner, *_planned(inner, spec, shapes, batches, seed, say))
+    if isinstance(spec, Plan):
+        plan = _fitting(spec, inner, shapes)
+        new = [layer for layer in plan.layers if layer.has_map and plan.fitted(layer) is None]
+        samples = _observed(inner, new, batches, say)
+    else:
+        plan, samples = _by_recipe(inner, spec, shapes, batches, seed, say)
+    attach(inner, plan, _build(inner, plan, samples))
     return Conversion(model)
 
 
@@ -143,22 +154,36 @@ class Conversion:
     @classmethod
     def from_pretrained(cls, model: Any, directory: str | Path) -> Conversion:
         """Convert the original model as a saved conversion says, with its maps; it then computes what that computed."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder, (inner, _) = Path(directory), unwrap(model)
+        check_model(inner)
         if not folder.is_dir():
             raise BochnerError(
                 f"There is no directory {str(directory)!r} with a saved conversion; a Recipe, Target or Plan is given "
                 "as an object, as in bochner.convert(model, bochner.Recipe('landmark'), texts)."
             )
+        if not (folder / PLAN).exists():
+            raise BochnerError(
+                f"The directory {str(directory)!r} holds no {PLAN}, which Conversion.save_pretrained writes; a whole "
+                "model that was saved is loaded by its own from_pretrained."
+            )
         plan = Plan.load(folder / PLAN)
-        tensors = load_file(folder / MAPS) if (folder / MAPS).exists() else {}
+        try:
+            tensors = load_file(folder / MAPS)
+        except (OSError, SafetensorError) as error:
+            raise BochnerError(f"No maps could be read from {str(folder / MAPS)!r}: {error}.") from error
         for layer in plan.layers:
             own = f"{layer.name}."
             mine = {key.removeprefix(own): value for key, value in tensors.items() if key.startswith(own)}
             plan.maps[layer.name] = Fitted(list(layer.fates), mine)
-        with contextlib.suppress(BochnerError):  # made-up inputs may not do; files of another model are refused below
-            plan = _fitting(plan, discover(inner))
+        try:
+            shapes = discover(inner)
+        except BochnerError:  # made-up inputs do not do for every model
+            plan = for_model(plan, inner)
+        else:
+            plan = _fitting(plan, inner, shapes)
         attach(inner, plan, _build(inner, plan, {}))
         return cls(model)
 
@@ -166,19 +191,13 @@ class Conversion:
         return f"Conversion of {type(self.model).__name__}\n{self.plan}"
 
     def __str__(self) -> str:
-        told = (self.report, self.distillation)
-        return "\n".join([repr(self), *(str(part) for part in told if part is not None)])
+        reports = (self.report, self.distillation)
+        return "\n".join([repr(self), *(str(report) for report in reports if report is not None)])
 
 
-def revert(model: Any, attn_implementation: str | None = None) -> Any:
-    """Undo `convert`: softmax attention again, nothing of the conversion left; returns the model.
-
-    `attn_implementation`: which softmax; default the one the model had before.
-    """
-    inner, _ = unwrap(model)
-    detach(inner)
-    if attn_implementation is not None:
-        inner.set_attn_implementation(attn_implementation)
+def revert(model: Any) -> Any:
+    """Undo `convert`: the softmax attention there was, nothing of the conversion left; returns the model."""
+    detach(unwrap(model)[0])
     return model
 
 
@@ -188,7 +207,7 @@ def _to_target(model: Any, target: Target, data: Calibration | None, asked: dict
     from bochner.hf.search import search
 
     if target.train is not None and target.train.loss == "model" and data is not None:
-        given = data.data if isinstance(data.data, (list, tuple)) else []
+        given = data.data if isinstance(data.data, list) else [data.data]
         if any(hasattr(batch, "keys") and "labels" in batch for batch in given):
             raise BochnerError(
                 "The training of a Target uses no 'labels': convert without 'train', then call bochner.distill(model, "
@@ -216,34 +235,24 @@ def _to_target(model: Any, target: Target, data: Calibration | None, asked: dict
 # What every head becomes
 
 
-def _planned(
-    model: Any, spec: Recipe | Plan, shapes: Mapping[str, Shape], data: Batches, seed: int, say: Say
-) -> tuple[Plan, dict[str, LinearAttention]]:
-    """The plan of a recipe, or one for this model, and its maps: those that it brings, others fitted to the data."""
-    ranks = isinstance(spec, Recipe) and spec.ranks_heads
-    if isinstance(spec, Plan):
-        plan = _fitting(spec, shapes)
-    else:
-        recipe = spec.resolved(bool(data))
-        kind = getattr(model.config, "model_type", "")
-        plan = Plan.of(shapes, kind, seed, lambda shape: fate_of(recipe, shape.is_cross))
-        for layer in plan.layers:
-            layer.trainable = recipe.trainable
-        LinearAttention(plan.layers[0])  # wrong options are refused here, before anything is measured
-    new = [layer for layer in plan.layers if layer.has_map and plan.fitted(layer) is None]
-    samples: dict[str, calibrate.Samples] = {}
-    if not data:
-        _check_needs_no_data(new)
-        if ranks:
-            raise BochnerError("Choosing 'exact_heads' needs 'data': the heads are chosen by what they attend to.")
-    elif new or ranks:
-        samples = _observed(model, plan.converted if ranks else new, data, say)
-    if isinstance(spec, Recipe):
-        if ranks:
-            say("measuring which heads retrieve")
-            _score(model, plan, recipe, samples, data)
-        make_exact(plan, recipe.exact_heads)
-    return plan, _build(model, plan, samples)
+def _by_recipe(
+    model: Any, recipe: Recipe, shapes: Mapping[str, Shape], data: Batches, seed: int, say: Say
+) -> tuple[Plan, dict[str, calibrate.Samples]]:
+    """The plan of a recipe, and what was seen of the layers whose maps are to be fitted."""
+    recipe = recipe.resolved(bool(data))
+    plan = Plan.of(shapes, getattr(model.config, "model_type", ""), seed, lambda x: fate_of(recipe, x.is_cross))
+    for layer in plan.layers:
+        layer.trainable = recipe.trainable
+    LinearAttention(plan.layers[0])  # wrong options are refused here, before anything is measured
+    if recipe.ranks_heads and not data:
+        raise BochnerError("Choosing 'exact_heads' needs 'data': the heads are chosen by what they attend to.")
+    looked_at = plan.converted if recipe.ranks_heads else [layer for layer in plan.layers if layer.has_map]
+    samples = _observed(model, looked_at, data, say)
+    if recipe.ranks_heads:
+        say("measuring which heads retrieve")
+        _score(model, plan, recipe, samples, data)
+    make_exact(plan, recipe.exact_heads)
+    return plan, samples
 
 
 def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibrate.Samples], data: Batches) -> None:
@@ -274,10 +283,8 @@ def make_exact(plan: Plan, wanted: Any) -> None:
     if isinstance(wanted, (int, float)):
         free = [(i, g) for i, x in enumerate(plan.layers) if not x.untouched for g in range(x.num_kv_heads)]
         scores = {(i, g): (plan.layers[i].scores or [0.0] * (g + 1))[g] for i, g in free}
-        pairs = sorted(free, key=lambda pair: -scores[pair])[: round(wanted * len(free))]
-    else:
-        pairs = [(int(i), int(g)) for i, g in wanted]
-    for i, g in pairs:
+        wanted = sorted(free, key=lambda pair: -scores[pair])[: round(wanted * len(free))]
+    for i, g in wanted:
         if not (i < len(plan.layers) and g < plan.layers[i].num_kv_heads):
             raise BochnerError(
                 f"There is no key head {(i, g)} among the {len(plan.layers)} attention layers; 'exact_heads' are pairs "
@@ -286,12 +293,12 @@ def make_exact(plan: Plan, wanted: Any) -> None:
         plan.layers[i].fates[g] = EXACT
 
 
-def _fitting(plan: Plan, shapes: Mapping[str, Shape]) -> Plan:
-    """A plan, checked again, for it may have been edited, and against what the model is."""
-    maps = plan.maps
-    plan = Plan.from_dict(plan.to_dict())
-    plan.maps = maps
-    for layer in plan.layers:
+def _fitting(plan: Plan, model: Any, shapes: Mapping[str, Shape]) -> Plan:
+    """A plan by the model's names, checked again, for it may have been edited, and against what the model is."""
+    checked = Plan.from_dict(plan.to_dict())
+    checked.maps = plan.maps
+    checked = for_model(checked, model)
+    for layer in checked.layers:
         shape = shapes.get(layer.name)
         if shape is None:
             raise BochnerError(f"The plan names {layer.name!r}, which is not an attention module of this model.")
@@ -300,16 +307,30 @@ def _fitting(plan: Plan, shapes: Mapping[str, Shape]) -> Plan:
             raise BochnerError(f"The plan of {layer.name!r} is for other head sizes than this model's {theirs}.")
         if shape.obstacle is not None and not layer.untouched:
             raise BochnerError(f"The plan converts {layer.name!r}, which cannot be: {shape.obstacle.reason}.")
-    missing = set(shapes) - {layer.name for layer in plan.layers}
+    missing = set(shapes) - {layer.name for layer in checked.layers}
     if missing:
         raise BochnerError(
             f"The plan leaves out {sorted(missing)[0]!r}; give every attention module, if only as exact."
         )
-    return plan
+    return checked
 
 
 def _observed(model: Any, layers: Sequence[LayerPlan], data: Batches, say: Say) -> dict[str, calibrate.Samples]:
     """What the exact attention of some layers looks like; it is noted in their plans as well."""
+    if not data:
+        needy = [
+            name
+            for layer in layers
+            for fate in layer.fates
+            if (name := getattr(fate, "feature_map", None)) in NEED_DATA and not layer.trainable
+        ]
+        if needy:
+            raise BochnerError(
+                f"The feature map {needy[0]!r} needs 'data': some texts of the kind the model will see. Without any, "
+                "use Recipe('moments')."
+            )
+    if not data or not layers:
+        return {}
     found = calibrate.observe(model, [layer.name for layer in layers], data, say)
     for layer in layers:
         samples, wanted = found[layer.name], ROWS_PER_DIMENSION * layer.head_dim
@@ -328,39 +349,17 @@ def _build(model: Any, plan: Plan, samples: Mapping[str, calibrate.Samples]) -> 
     device = next(model.parameters()).device
     layers = {layer.name: LinearAttention(layer).to(device) for layer in plan.layers}
     for name, layer in layers.items():
-        known = plan.fitted(layer.plan)
+        known, fates = plan.fitted(layer.plan), layer.plan.fates
         if known is not None:
             try:
                 layer.load_state_dict(known)
             except RuntimeError as error:
                 raise BochnerError(MISFIT) from error
+        elif any(fates[part.heads[0]].has_map and type(part).fit is FateModule.fit for part in layer.parts.values()):
+            raise BochnerError(
+                f"The plan brings no maps for {name!r}, and texts alone do not fit them: take the plan that a search "
+                "or fit_selected returned, or the directory of the saved conversion."
+            )
         elif name in samples and not layer.plan.untouched:
             layer.fit(samples[name])
     return {name: layer.to(device) for name, layer in layers.items()}
-
-
-def _check_spec(spec: Any, parts: Any, seed: Any) -> None:
-    """Refuse what cannot be, and what does not go with the spec."""
-    if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
-        raise BochnerError(
-            f"The 'spec' of convert must be a Recipe, a Target, a Plan or the directory of a saved conversion, got "
-            f"{type(spec).__name__}."
-        )
-    for name, given in {"parts": parts is not None, "seed": seed != 0}.items():
-        if given and not isinstance(spec, (Recipe, Target)):
-            what = "A plan" if isinstance(spec, Plan) else "A saved conversion"
-            raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
-
-
-def _check_needs_no_data(layers: Sequence[LayerPlan]) -> None:
-    needy = [
-        fate.feature_map  # type: ignore[attr-defined]
-        for layer in layers
-        for fate in layer.fates
-        if not layer.trainable and getattr(fate, "feature_map", None) in NEED_DATA
-    ]
-    if needy:
-        raise BochnerError(
-            f"The feature map {needy[0]!r} needs 'data': some texts of the kind the model will see. Without any, use "
-            "Recipe('moments')."
-        )

@@ -78,31 +78,31 @@ def batches(
     if all(isinstance(t, str) for t in items):
         most = positions(model).get("input_ids", max_length)
         return tokenized(items, tokenizer, model, min(max_length, most), batch_size)
-    if not all(hasattr(b, "keys") for b in items):
-        kinds = sorted({type(b).__name__ for b in items})
-        raise BochnerError(f"The 'data' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
     found = [with_decoder_inputs(model, as_tensors(model, dict(b))) for b in items]
     for batch in found:
         check(model, batch)
     return [{k: v for k, v in b.items() if labels or k != "labels"} for b in found]
 
 
+def is_several(data: Any) -> bool:
+    """Whether data is a list or another iterable, and not one text, array or batch."""
+    return hasattr(data, "__iter__") and not isinstance(data, (str, Tensor, np.ndarray)) and not hasattr(data, "keys")
+
+
 def listed(calibration: Any, model: Any = None) -> list[Any]:
     """Calibration data as a list of texts or of batches."""
-    one = isinstance(calibration, str) or hasattr(calibration, "keys")
-    items, shown = [calibration], type(calibration).__name__
-    if not one and not isinstance(calibration, (Tensor, np.ndarray)) and hasattr(calibration, "__iter__"):
-        items = list(calibration)
-        if not items:
-            raise BochnerError("The 'data' is empty; give some texts of the kind the model will see.")
-        one, shown = True, f"a list of {type(items[0]).__name__}s"
-    if not one or any(isinstance(x, (Tensor, np.ndarray)) for x in items):
-        name = getattr(model, "main_input_name", "input_ids")
-        raise BochnerError(
-            f"The 'data' must be texts or batches, dicts of tensors by the names of the model's inputs, got "
-            f"{shown}: name them, as in {{{name!r}: x}}."
-        )
-    return items
+    items, article = [calibration], ""
+    if is_several(calibration):
+        items, article = list(calibration), "a list of "
+    if not items:
+        raise BochnerError("The 'data' is empty; give some texts of the kind the model will see.")
+    if all(isinstance(x, str) for x in items) or all(hasattr(x, "keys") for x in items):
+        return items
+    kinds = " and ".join(sorted({type(x).__name__ for x in items}))
+    raise BochnerError(
+        f"The 'data' must be texts or batches, dicts of tensors by the names of the model's inputs, got {article}"
+        f"{kinds}: name them, as in {{{getattr(model, 'main_input_name', 'input_ids')!r}: x}}."
+    )
 
 
 def tokenized(
@@ -115,6 +115,9 @@ def tokenized(
             "Calibration texts need a 'tokenizer'; pass the model's, or pass tokenized batches, as in "
             "[{'input_ids': ids}, ...]."
         )
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise BochnerError("The texts of 'data' are empty; give some of the kind that the model will see.")
     found = []
     size = batch_size if getattr(tokenizer, "pad_token", None) is not None else 1
     for start in range(0, len(texts), size):
@@ -147,7 +150,7 @@ def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
             found[name] = value
     if not found.keys() - {"labels"}:
         raise BochnerError(
-            f"A batch of 'data' holds no inputs, but {sorted(batch)}: give dicts of tensors, as in "
+            f"A batch of 'data' holds no inputs, but {list(batch)[:6]}: give dicts of tensors, as in "
             f"{{{getattr(model, 'main_input_name', 'input_ids')!r}: x}}."
         )
     alone = all(x.ndim == 1 for name, x in found.items() if name != "labels")
@@ -203,8 +206,10 @@ def check(model: Any, batch: dict[str, Tensor]) -> None:
                 f"{type(model).__name__} has positions for {most}: cut them."
             )
     ids, words = batch.get("input_ids"), _words(model)
-    if words is None or ids is None or not ids.numel() or any(name in batch for name in SENSES):
+    if words is None or ids is None or any(name in batch for name in SENSES):
         return
+    if not ids.numel():
+        raise BochnerError("The 'input_ids' of a batch of 'data' hold no tokens: leave empty texts out.")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= words.num_embeddings:
         raise BochnerError(

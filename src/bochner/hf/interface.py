@@ -14,6 +14,8 @@ What is used beyond that, and why; `tests/test_hf_interface.py` has a test for e
 | `model._keep_in_fp32_modules_strict` | maps are read in float32 into a model of lower precision |
 | `is_quantized`, `quantization_method`, `hf_quantizer`, `config._is_quantized` | a conversion is not a quantization |
 | `cache.layers`, `cache.layer_class_to_replicate` | the layer of a converted module is put into any cache |
+| `config.attn_implementation` of the configuration that was there | says that a part was converted by itself |
+| an attribute of the key tensor | its attention call finds the cache layer that handed it out |
 | a mask with `ndim = 4` and `contiguous` | `generate` takes what our mask function makes for a tensor |
 """
 
@@ -26,6 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from bochner._checks import BochnerError, BochnerWarning, extra
 from bochner.hf import drift
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calls import Call, attend
-from bochner.hf.masks import Mask, Obstacle, make_mask
+from bochner.hf.masks import Mask, Obstacle, make_mask, plain_mask
 from bochner.hf.plan import Plan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
@@ -52,10 +55,19 @@ from bochner.hf.cache import RecurrentLayer, layer_of, make_recurrent  # noqa: E
 NAME = "bochner"  # the attention implementation of models that `convert` has not seen
 # That of converted models: modules without maps stay softmax. Where it is not known transformers shows its name.
 CONVERTED = "bochner_converted (call bochner.hf.register() before loading)"
+# What a whole model is saved with after a part of it was converted by itself: nobody knows it, transformers shows it.
+AROUND = (
+    "bochner (a part of this model was converted by itself, and the maps are not in the plan of the whole: convert the "
+    "whole model with 'parts' before saving it, or load it as it was by attn_implementation='sdpa')"
+)
 DEFAULT_MAP, DEFAULT_FEATURES = "positive", 256  # of modules that `convert` has not seen
 MISFIT = (
-    "The maps in this checkpoint are not those of the plan in its config.json: it was saved from another conversion, "
-    "or edited. Convert the original model again with this plan."
+    "The saved maps are not those of the plan beside them, which was edited or comes from another conversion: convert "
+    "the original model again with this plan."
+)
+UNSUPPORTED = (
+    "{} cannot use linear attention: its attention does not go through transformers' attention interface, so that a "
+    "replacement would silently be ignored."
 )
 # Keywords of transformers' attention calls that change the result; each with the reason why a layer stays exact.
 REFUSED = {
@@ -89,45 +101,26 @@ def register() -> None:
 # The attention call
 
 
-def obstacle(mask: Any, kwargs: dict[str, Any]) -> Obstacle | None:
-    """What of an attention call linear attention cannot honour, None if nothing."""
-    for name, reason in REFUSED.items():
-        if kwargs.get(name) is not None:
-            limit = kwargs[name] if name == "sliding_window" and isinstance(kwargs[name], int) else 0
-            return Obstacle(f"it passes {name!r}, and {reason}", limit)
-    if isinstance(mask, Mask):
-        if mask.obstacle is not None:
-            return mask.obstacle
-    elif mask is not None and mask.ndim != 2:
-        return Obstacle(
-            f"it passes a mask of shape {tuple(mask.shape)}, and only padding masks (b, s) can be honoured; pass the "
-            "2-D attention mask of the tokenizer"
-        )
-    return None
-
-
-def read_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> Call:
-    """An attention call as transformers makes it; what linear attention cannot honour is refused."""
-    found = obstacle(mask, kwargs)
-    if found is not None:
-        raise BochnerError(f"{type(module).__name__} cannot use linear attention: {found.reason}.")
-    if isinstance(mask, Mask):
-        keep, length, causal, segments = mask.keep, mask.length, mask.is_causal, mask.segments
-    else:  # models that make no mask say it by is_causal
-        keep, length, segments = mask, key.shape[-2] if mask is None else mask.shape[1], None
+def read_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> tuple[Call, Obstacle | None]:
+    """An attention call as transformers makes it, and what of it linear attention cannot honour."""
+    if not isinstance(mask, Mask):  # of a model that has none made, and says beside it whether it is causal
         asked = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", False) if asked is None else asked
-    if length < key.shape[-2]:  # the slots of a fixed cache beyond the mask hold zeros; the feature of 0 is not 0
-        key, value = key[..., :length, :], value[..., :length, :]
-    padding = None
-    if keep is not None:
-        padding = ~keep.bool()
-        if not torch.compiler.is_compiling() and not padding.any():
-            padding = None
+        mask = plain_mask(mask, key.shape[-2], getattr(module, "is_causal", False) if asked is None else asked)
+    obstacle, passed = mask.obstacle, next((name for name in REFUSED if kwargs.get(name) is not None), None)
+    if passed is not None:
+        limit = kwargs[passed] if passed == "sliding_window" and isinstance(kwargs[passed], int) else 0
+        obstacle = Obstacle(f"it passes {passed!r}, and {REFUSED[passed]}", limit)
+    if mask.length < key.shape[-2]:  # the slots of a fixed cache beyond the mask hold zeros; the feature of 0 is not 0
+        key, value = key[..., : mask.length, :], value[..., : mask.length, :]
+    padding = None if mask.keep is None else ~mask.keep
+    if padding is not None and not torch.compiler.is_compiling() and not padding.any():
+        padding = None
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    _check_packing(module, segments, kwargs)
-    return Call(query, key, value, bool(causal), padding, scale, segments)
+    _check_packing(module, mask.segments, kwargs)
+    return Call(query, key, value, mask.is_causal, padding, scale, mask.segments), obstacle
 
 
 def _check_packing(module: nn.Module, segments: Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -166,8 +159,7 @@ def attention_forward(
     """Attention in linear time under transformers' calling convention; returns (b, n, h, v) and no weights."""
     if CHILD in module._modules:
         return converted_forward(module, query, key, value, attention_mask, **kwargs)
-    _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
-    call = read_call(module, query, key, value, attention_mask, kwargs)
+    call = _linear_call(module, query, key, value, attention_mask, kwargs)
     return attend(call, _default_map(call.key)).transpose(1, 2).contiguous(), None
 
 
@@ -180,13 +172,29 @@ def converted_forward(
         implementation = "sdpa" if own is None else own.original
         return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
     cache = layer_of(key) if own.plan.is_causal else None
-    _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
-    call = read_call(module, query, key, value, attention_mask, kwargs)
+    call = _linear_call(module, query, key, value, attention_mask, kwargs)
     if own.needs_hidden:
         call = call._replace(hidden=hidden_states())
     drift.warn(own, call, None if cache is None else cache.seen)
     out = own(call) if cache is None else _go_on(own, call, cache)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _linear_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> Call:
+    """A call that linear attention is going to answer; what it cannot honour is refused."""
+    call, obstacle = read_call(module, query, key, value, mask, kwargs)
+    if obstacle is not None:
+        raise BochnerError(f"{type(module).__name__} cannot use linear attention: {obstacle.reason}.")
+    if kwargs.get("dropout") and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{type(module).__name__} asks for attention dropout {kwargs['dropout']}; linear attention forms no "
+            "weights to drop and goes without. Set the config's attention dropout to 0.",
+            BochnerWarning,
+            stacklevel=4,
+        )
+    return call
 
 
 @torch.compiler.disable
@@ -202,21 +210,20 @@ def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     _hidden.set(hidden if isinstance(hidden, Tensor) else None)
 
 
+def hidden_states() -> Tensor | None:
+    """What entered the attention module at work, if `note_hidden` is hooked to it."""
+    return _hidden.get()
+
+
 def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of attention modules that makes the cache layer they will use a recurrent one.
 
     A function of what the module holds, so that copies and pickles of a converted model decode by their own plans.
     """
     child: Any = module._modules[CHILD]
-    cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
-    if cache is not None:
-        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        make_recurrent(cache, child.cache_index)
-
-
-def hidden_states() -> Tensor | None:
-    """What entered the attention module at work, if `note_hidden` is hooked to it."""
-    return _hidden.get()
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, (Cache, EncoderDecoderCache)):
+            make_recurrent(getattr(given, "self_attention_cache", given), child.cache_index)
 
 
 @torch.compiler.disable
@@ -230,16 +237,6 @@ def _default_map(key: Tensor) -> FeatureMap:
     return _default_maps.get((dim, heads, key.device)) or _make_default_map(dim, heads, key.device)
 
 
-def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
-    if dropout and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"{type(module).__name__} asks for attention dropout {dropout}; linear attention forms no weights to drop "
-            "and goes without. Set the config's attention dropout to 0.",
-            BochnerWarning,
-            stacklevel=4,
-        )
-
-
 # Models
 
 
@@ -247,13 +244,6 @@ def supported(model: nn.Module | type) -> bool:
     """Whether the model's own attention goes through transformers' interface, as its source tells."""
     check = getattr(model, "_can_set_attn_implementation", None)
     return bool(check()) if check is not None else False
-
-
-def unsupported_message(model: Any) -> str:
-    return (
-        f"{type(model).__name__} cannot use linear attention: its attention does not go through transformers' "
-        "attention interface, so that a replacement would silently be ignored."
-    )
 
 
 def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
@@ -268,16 +258,18 @@ def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     return inner, tokenizer or model.tokenizer
 
 
-def settings_of(model: Any) -> Any:
+def settings_of(model: Any) -> BochnerConfig | None:
     """What a converted model's configuration says of the conversion; None if nothing."""
     settings = getattr(getattr(unwrap(model)[0], "config", None), "quantization_config", None)
-    return settings if getattr(settings, "quant_method", None) == NAME else None
+    return settings if isinstance(settings, BochnerConfig) else None
 
 
 def check_model(model: Any) -> None:
     """Refuse what cannot be converted, before anything is done."""
     if not isinstance(model, nn.Module):
         raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
+    if attached_to(model):
+        raise BochnerError("This model is converted already; call bochner.revert(model) first.")
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
         raise BochnerError("The 'model' of convert has no parameters.")
@@ -291,20 +283,25 @@ def check_model(model: Any) -> None:
         raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
 
 
-def configs_of(model: nn.Module, only_above_maps: bool = False) -> list[Any]:
-    """Every configuration of the model and its parts, once; or those of the modules that hold an attached one."""
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every configuration of the model and its parts, once."""
+    waiting, found = [getattr(module, "config", None) for module in model.modules()], dict[int, Any]()
+    while waiting:
+        config = waiting.pop(0)
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(found.values())
+
+
+def _above_maps(model: nn.Module) -> list[tuple[Any, LinearAttention]]:
+    """The configurations of the modules that hold an attached one, and the first that each of them holds."""
     found: dict[int, Any] = {}
-
-    def add(config: Any) -> None:
-        if id(config) in found or not isinstance(config, PreTrainedConfig):
-            return
-        found[id(config)] = config
-        for name in () if only_above_maps else getattr(config, "sub_configs", {}):
-            add(getattr(config, name, None))
-
     for module in model.modules():
-        if not only_above_maps or any(CHILD in m._modules for m in module.modules()):
-            add(getattr(module, "config", None))
+        config = getattr(module, "config", None)
+        child = next((m for m in module.modules() if isinstance(m, LinearAttention)), None)
+        if child is not None and isinstance(config, PreTrainedConfig):
+            found.setdefault(id(config), (config, child))
     return list(found.values())
 
 
@@ -321,16 +318,13 @@ def attached_to(model: Any) -> dict[str, LinearAttention]:
     inner, _ = unwrap(model)
     found = {}
     for name, module in getattr(inner, "named_modules", dict)():
-        child = _in_use(module._modules.get(CHILD))
+        child: Any = module._modules.get(CHILD)
+        copies, active = getattr(child, "modules_to_save", {}), getattr(child, "active_adapters", None)
+        if active and active[0] in copies:  # PEFT's `modules_to_save`: the copy of the adapter in use
+            child = copies[active[0]]
         if isinstance(child, LinearAttention):
             found[name] = child
     return found
-
-
-def _in_use(child: Any) -> Any:
-    """The module that a name stands for: with PEFT's `modules_to_save`, the copy of the adapter in use."""
-    copies, active = getattr(child, "modules_to_save", None), getattr(child, "active_adapters", None)
-    return copies[active[0]] if copies and active and active[0] in copies else child
 
 
 def layers_of(model: Any) -> dict[str, LinearAttention]:
@@ -356,21 +350,22 @@ def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Paramet
     return found
 
 
-def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The attention modules of a plan by the plan's names; a head on top or its absence does not matter."""
-    modules = dict(model.named_modules())
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    found = {}
+def for_model(plan: Plan, model: nn.Module) -> Plan:
+    """The plan by the names that a model's modules have: a head on top or its absence does not matter."""
+    modules, prefix = dict(model.named_modules()), f"{getattr(model, 'base_model_prefix', '')}."
+    layers, maps = [], {}
     for layer in plan.layers:
         names = (layer.name, prefix + layer.name, layer.name.removeprefix(prefix))
         name = next((n for n in names if n in modules), None)
         if name is None:
             raise BochnerError(
-                f"The plan names an attention module {layer.name!r} that {type(model).__name__} does not have; it was "
-                "made for another model."
+                f"The plan names {layer.name!r}, which is not an attention module of this {type(model).__name__}: it "
+                "was made for another model."
             )
-        found[layer.name] = modules[name]
-    return found
+        layers.append(replace(layer, name=name))
+        if layer.name in plan.maps:
+            maps[name] = plan.maps[layer.name]
+    return replace(plan, layers=layers, maps=maps)
 
 
 def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
@@ -379,7 +374,7 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
     The model gets configurations of its own, so that no other model is switched with it. A plan that converts nothing
     leaves them alone.
     """
-    memo: dict[int, Any] = {}
+    given, memo = model.config, dict[int, Any]()
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(module.config, memo)
@@ -387,53 +382,39 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
         kind: drift.Alarm(x.name for x in plan.converted if x.seen is not None and x.is_causal == kind)
         for kind in (False, True)
     }
-    for place, (name, module) in enumerate(find_modules(model, plan).items()):
-        child: Any = layers[name]
+    for place, layer in enumerate(plan.layers):
+        child, module = layers[layer.name], model.get_submodule(layer.name)
         index = getattr(module, "layer_idx", None)
-        child.original = softmax_of(model, getattr(module, "config", None) or model.config)
+        child.given, child.original = given, softmax_of(model, getattr(module, "config", None) or model.config)
         child.drift, child.cache_index = alarms[child.plan.is_causal], place if index is None else index
         module.add_module(CHILD, child)
-        child.needs_hidden = any(getattr(part, "needs_hidden", False) for part in child.parts.values())
         hooks: list[Any] = [note_hidden] if child.needs_hidden else []
         if child.plan.is_causal and not child.plan.is_cross and not child.plan.untouched:
             hooks.append(prepare_cache)
         child.hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
     if not plan.converted:
         return
-    for config in configs_of(model, only_above_maps=True):
+    for config, _ in _above_maps(model):
         config._attn_implementation_internal = CONVERTED
     model.config.quantization_config = BochnerConfig(plan=plan)
     model.config.attn_implementation = CONVERTED  # in config.json, where softmax would not tell that maps are missing
-    for module in _transformers_in(model):
-        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), CHILD}
+    if model.base_model is model:  # without a head it may be a part of another model
+        given.attn_implementation = AROUND
 
 
 def detach(model: Any) -> None:
     """Remove what `attach` gave a model, and give its configurations their implementations back."""
     layers_of(model)
-    above = {id(config): (config, "") for config in configs_of(model, only_above_maps=True)}
-    first = ""
+    for config, child in _above_maps(model):
+        config._attn_implementation_internal = child.original
+        for changed in (config, child.given):
+            changed.__dict__.pop("attn_implementation", None)
+        config.__dict__.pop("quantization_config", None)
     for module in list(model.modules()):
-        child: Any = module._modules.get(CHILD)
-        if child is None:
-            continue
-        first = first or child.original
-        own = getattr(module, "config", None)
-        if id(own) in above:
-            above[id(own)] = (own, child.original)
-        for hook in child.hooks:
-            hook.remove()
-        delattr(module, CHILD)
-    for config, implementation in above.values():
-        config._attn_implementation_internal = implementation or first
-        for name in ("quantization_config", "attn_implementation"):
-            config.__dict__.pop(name, None)
-    for module in _transformers_in(model):
-        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ())} - {CHILD}
-
-
-def _transformers_in(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if CHILD in module._modules:
+            for hook in getattr(module, CHILD).hooks:
+                hook.remove()
+            delattr(module, CHILD)
 
 
 @contextlib.contextmanager
@@ -473,9 +454,15 @@ class MapLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         config: Any = self.quantization_config
+        config.plan = for_model(config.plan, model)
         layers = {layer.name: LinearAttention(layer) for layer in config.plan.layers}
         _check_files(layers, checkpoint_files)
+        asked = model.config._attn_implementation
         attach(model, config.plan, layers)
+        if asked != CONVERTED:  # by `from_pretrained(..., attn_implementation=)`
+            for above, _ in _above_maps(model):
+                above._attn_implementation_internal = asked
+        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):

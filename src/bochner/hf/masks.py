@@ -87,8 +87,21 @@ def make_mask(
     if causal and not torch.compiler.is_compiling():  # slots of a fixed-size cache that are not filled yet
         length = min(kv_length, int(first) + q_length)
     start = kwargs.get("kv_offset", 0)
-    keep = None if attention_mask is None else attention_mask[:, start : start + length].bool()
-    return Mask(keep, length if keep is None else keep.shape[1], causal, segments, obstacle, asked)
+    keep = None if attention_mask is None else attention_mask[:, start : start + length]
+    made = plain_mask(keep, length, causal)
+    made.segments, made.obstacle, made.asked = segments, made.obstacle or obstacle, asked
+    return made
+
+
+def plain_mask(keep: Tensor | None, length: int, is_causal: bool) -> Mask:
+    """That of padding (b, s), or of none."""
+    if keep is None or keep.ndim == 2:
+        return Mask(None if keep is None else keep.bool(), length if keep is None else keep.shape[1], bool(is_causal))
+    reason = (
+        f"it passes a mask of shape {tuple(keep.shape)}, and only padding masks (b, s) can be honoured; pass the 2-D "
+        "attention mask of the tokenizer"
+    )
+    return Mask(None, length, bool(is_causal), obstacle=Obstacle(reason))
 
 
 def _read(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from bochner._checks import BochnerError
 from bochner.hf import inputs
-from bochner.hf.attention import CHILD
 from bochner.hf.calls import Call
 from bochner.hf.interface import (
+    UNSUPPORTED,
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
@@ -29,12 +29,10 @@ from bochner.hf.interface import (
     configs_of,
     hidden_states,
     note_hidden,
-    obstacle,
     original_attention,
     read_call,
     softmax_of,
     supported,
-    unsupported_message,
 )
 from bochner.hf.masks import Obstacle, make_mask
 
@@ -91,13 +89,10 @@ def _record(
     if recording is None or id(module) not in recording.modules:  # of another model with the same configuration
         return original_attention(module, "sdpa", query, key, value, attention_mask, kwargs)
     name, implementation = recording.modules[id(module)]
-    found = obstacle(attention_mask, kwargs)
-    if found is not None:
-        causal = bool(getattr(attention_mask, "is_causal", getattr(module, "is_causal", False)))
-        shape = Shape.of(name, Call(query, key, value, causal, None, 1.0))
-        recording.obstacles.setdefault(name, (found, shape))
+    call, obstacle = read_call(module, query, key, value, attention_mask, kwargs)
+    if obstacle is not None:
+        recording.obstacles.setdefault(name, (obstacle, Shape.of(name, call)))
     else:
-        call = read_call(module, query, key, value, attention_mask, kwargs)
         out = recording.observer(name, call._replace(hidden=hidden_states()) if name in recording.hidden else call)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
@@ -145,7 +140,7 @@ def recording(
     if not isinstance(model, PreTrainedModel):
         raise BochnerError(f"A transformers model is needed, got {type(model).__name__}.")
     if not supported(model):
-        raise BochnerError(unsupported_message(model))
+        raise BochnerError(UNSUPPORTED.format(type(model).__name__))
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     if any(implementation == RECORDER for _, implementation in before):
         raise BochnerError("This model is being observed already; do one thing at a time with one model.")
@@ -199,8 +194,6 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
 
     Those that ask for something linear attention cannot honour have an `obstacle`. Raises when there is none at all.
     """
-    if any(CHILD in m._modules for m in model.modules()):
-        raise BochnerError("This model is converted already; call bochner.revert(model) first.")
     found = _shapes(model, batch)
     if batch is not None and "decoder_input_ids" in batch:
         # Both sides may have one length: cross-attention is where other queries meet as many keys.
@@ -209,7 +202,7 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
             fixed = shape.queries != other[name].queries and shape.keys == other[name].keys
             found[name] = shape._replace(is_cross=shape.is_cross or fixed)
     if not found:
-        raise BochnerError(unsupported_message(model))
+        raise BochnerError(UNSUPPORTED.format(type(model).__name__))
     return {name: found[name] for name, _ in model.named_modules() if name in found}
 
 
@@ -223,16 +216,15 @@ def discover_parts(
     shapes = discover(model, inputs.first_row(data[0]) if data else None)
     if parts is None:
         return shapes
-    wanted = [parts] if isinstance(parts, str) else list(parts)
-    within = {p: [n for n, s in shapes.items() if s.part == p or n == p or n.startswith(f"{p}.")] for p in wanted}
-    empty = [p for p, names in within.items() if not names]
-    if empty or not wanted:
+    wanted = list(parts) if isinstance(parts, (list, tuple, set)) else [parts]
+    chosen = {p: [n for n, s in shapes.items() if s.part == p or f"{n}.".startswith(f"{p}.")] for p in wanted}
+    if not chosen or not all(chosen.values()):
         known = [p for p in PARTS if any(s.part == p for s in shapes.values())]
-        shown = repr(empty[0]) if empty else "nothing"
+        shown = next((repr(p) for p, names in chosen.items() if not names), "nothing")
         raise BochnerError(f"The 'parts' must be of {known}, or names of modules with attention, got {shown}.")
-    chosen = {name for names in within.values() for name in names}
+    kept = {name for names in chosen.values() for name in names}
     left_out = Obstacle("it is not among the 'parts' to convert")
-    return {n: s if n in chosen or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
+    return {n: s if n in kept or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
 
 
 def _shapes(model: nn.Module, batch: dict[str, Tensor] | None) -> dict[str, Shape]:

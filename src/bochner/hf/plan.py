@@ -6,7 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,15 +42,6 @@ class LayerPlan:
     limit: int = 0
     scores: list[float] | None = None
     seen: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, shape: Any, fate: Fate, seed: int) -> LayerPlan:
-        """One fate for all heads of a module (`bochner.hf.observe.Shape`); exact ones if something hinders it."""
-        reason, limit = shape.obstacle or ("", 0)
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
-        fates = [EXACT if reason else fate] * shape.num_kv_heads
-        kind = {"is_causal": shape.is_causal, "is_cross": shape.is_cross}
-        return cls(shape.name, *sizes, fates, **kind, seed=seed, reason=reason, limit=limit)
 
     def check(self) -> LayerPlan:
         owner = f"the plan of {self.name!r}"
@@ -138,8 +129,8 @@ class Plan:
     maps: dict[str, Fitted] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise BochnerError("A plan needs at least one layer.")
+        if not self.layers or not all(isinstance(layer, LayerPlan) for layer in self.layers):
+            raise BochnerError(f"The 'layers' of a Plan must be LayerPlans, one at least, got {self.layers!r}.")
         for layer in self.layers:
             layer.check()
 
@@ -150,17 +141,19 @@ class Plan:
         """A plan for modules (`bochner.hf.observe.Shape`): all heads of one have the same fate, by default exact."""
         if not is_int(seed) or seed < 0:
             raise BochnerError(f"The 'seed' of convert must be an int >= 0, got {seed!r}.")
-        every = enumerate(shapes.values())
-        return cls(
-            [LayerPlan.of(x, EXACT if fate is None else fate(x), spawn_seed(seed, i)) for i, x in every], model_type
-        )
+        layers = []
+        for i, x in enumerate(shapes.values()):
+            reason, limit = x.obstacle or ("", 0)
+            fates = [EXACT if reason or fate is None else fate(x)] * x.num_kv_heads
+            layer = LayerPlan(x.name, x.num_heads, x.num_kv_heads, x.head_dim, x.value_dim, fates, x.is_causal)
+            layers.append(replace(layer, is_cross=x.is_cross, seed=spawn_seed(seed, i), reason=reason, limit=limit))
+        return cls(layers, model_type)
 
     def __str__(self) -> str:
         counts = Counter(fate.name for layer in self.layers for fate in layer.fates)
         found = ", ".join(f"{counts[name]} {name}" for name in FATES if counts[name])
-        s = "s" * (len(self.layers) != 1)
+        s, width = "s" * (len(self.layers) != 1), max(len(layer.name) for layer in self.layers)
         lines = [f"Plan: {len(self.layers)} layer{s}, {sum(counts.values())} key heads: {found}"]
-        width = max(len(layer.name) for layer in self.layers)
         for layer in self.layers:
             heads = "".join(fate.letter for fate in layer.fates)
             lines.append(f"  {layer.name.ljust(width)}  {heads}  {layer}" + (" (cross)" if layer.is_cross else ""))
