@@ -114,13 +114,10 @@ def read_call(
         obstacle = Obstacle(f"it passes {passed!r}, and {REFUSED[passed]}", limit)
     if mask.length < key.shape[-2]:  # the slots of a fixed cache beyond the mask hold zeros; the feature of 0 is not 0
         key, value = key[..., : mask.length, :], value[..., : mask.length, :]
-    padding = None if mask.keep is None else ~mask.keep
-    if padding is not None and not torch.compiler.is_compiling() and not padding.any():
-        padding = None
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     _check_packing(module, mask.segments, kwargs)
-    return Call(query, key, value, mask.is_causal, padding, scale, mask.segments), obstacle
+    return Call(query, key, value, mask.is_causal, mask.padding, scale, mask.segments), obstacle
 
 
 def _check_packing(module: nn.Module, segments: Tensor | None, kwargs: dict[str, Any]) -> None:

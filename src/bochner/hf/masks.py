@@ -37,12 +37,12 @@ class Obstacle(NamedTuple):
 class Mask:
     """What our mask function makes, for linear attention and for the original one.
 
-    `keep` (b, s): which keys count, None for the first `length`; `is_causal`: whether later ones are hidden from
-    earlier rows; `segments` (b, n): the sequence that each token of a packed batch belongs to; `obstacle`: what of the
+    `padding` (b, s): which of the first `length` keys do not count, None for none; `is_causal`: whether later ones are
+    hidden from earlier rows; `segments` (b, n): the sequence that each token of a packed batch belongs to; `obstacle`: what of the
     mask these do not say. `asked`: the arguments of the mask function, from which the original mask is made.
     """
 
-    keep: Tensor | None
+    padding: Tensor | None
     length: int
     is_causal: bool
     segments: Tensor | None = None
@@ -94,9 +94,13 @@ def make_mask(
 
 
 def plain_mask(keep: Tensor | None, length: int, is_causal: bool) -> Mask:
-    """That of padding (b, s), or of none."""
-    if keep is None or keep.ndim == 2:
-        return Mask(None if keep is None else keep.bool(), length if keep is None else keep.shape[1], bool(is_causal))
+    """That of keys that count (b, s), or of all."""
+    if keep is None:
+        return Mask(None, length, bool(is_causal))
+    if keep.ndim == 2:
+        padding, there = ~keep.bool(), keep.shape[1]
+        some = torch.compiler.is_compiling() or bool(padding.any())  # looked at once for all layers
+        return Mask(padding if some else None, there, bool(is_causal))
     reason = (
         f"it passes a mask of shape {tuple(keep.shape)}, and only padding masks (b, s) can be honoured; pass the 2-D "
         "attention mask of the tokenizer"
