@@ -46,6 +46,7 @@ class PreparedMap:
         self.reader = phi if phi.has_constant else None  # the map where it sums keys and reads sums in its own way
         # The normaliser of a positive map below which a row is out of range.
         self.floor = RANGES[dtype].floor if phi.is_exponential else BOUNDED_FLOOR[dtype]
+        self.is_symmetric: bool | None = None  # whether both roles have the same features; None before it is asked
         self._exponents: dict[str, Exponent] = {}
         self._functions: dict[str, Callable[[Tensor], Features]] = {}
 
@@ -64,6 +65,17 @@ class PreparedMap:
             self._exponents[role] = found.scaled(self.root, self.dtype)
         return self._exponents[role]
 
+    def step_features(self, x: Tensor, k: Tensor) -> tuple[Features, Features]:
+        """Features of the rows and the key of a step; of a map that is the same for both roles in one product."""
+        if self.is_symmetric is None:
+            pair = zip(*(self.phi.exponent(role) or (None,) for role in ROLES), strict=True)
+            self.is_symmetric = self.phi.is_exponential and all(a is b or (type(a) is float and a == b) for a, b in pair)
+        if not self.is_symmetric:
+            return self.few_features("query", x, scaled=False), self.few_features("key", k)
+        values, log_scale = self.few_features("key", torch.cat([x, k], dim=2))
+        r = x.shape[2]
+        return Features(values[:, :, :r], log_scale[:, :, :r]), Features(values[:, :, r:], log_scale[:, :, r:])
+
     def features(self, role: str, x: Tensor, shift: Tensor | None = None) -> Features:
         """The features of `root * x`, (..., n, d); `shift` (..., n, 1) is added to their log scales."""
         found = self.function(role)(x)
@@ -76,18 +88,19 @@ class PreparedMap:
             self._functions[role] = made or self.phi.prepare_scaled(role, self.root, self.dtype)
         return self._functions[role]
 
-    def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
+    def few_features(self, role: str, x: Tensor, shift: Tensor | None = None, *, scaled: bool = True) -> Features:
         """The same for so few rows that a bound of their logits costs more than it saves; where a factor of each row
         cancels (not `scaled`), the log scale is anything."""
         if not self.phi.is_exponential:
-            return self.features(role, x)
+            return self.features(role, x, shift)
         exponent, x = self.exponent(role), x.to(self.dtype)
         z, row = exponent.at(x) if scaled else (exponent.inner(x), None)
         logits = z @ exponent.weight.mT
         if exponent.offset is not None:
             logits = logits + exponent.offset.unsqueeze(-2)
-        shift = logits.amax(-1, keepdim=True) - RANGES[self.dtype].peak
-        return Features((logits - shift).exp_(), shift if row is None else row + shift)
+        top = logits.amax(-1, keepdim=True) - RANGES[self.dtype].peak
+        log_scale = top if row is None else row + top
+        return Features((logits - top).exp_(), log_scale if shift is None else log_scale + shift)
 
     def _exponential(self, role: str) -> Callable[[Tensor], Features]:
         exponent, limits, dtype = self.exponent(role), RANGES[self.dtype], self.dtype

@@ -21,7 +21,7 @@ from bochner.attention.autograd import Known, Output, Scanned, random_state, rec
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
-from bochner.attention.state import Keys, State, Sums, add_keys, cauchy_schwarz, columns_of, finished, key_sums
+from bochner.attention.state import Keys, State, Sums, add_key, add_keys, cauchy_schwarz, columns_of, finished, key_sums
 
 ELEMENTS = 5 * 2**19  # features and logits of one part on the CPU: 10 MB in float32
 # Short causal sequences of more than 2 d features are differentiated in four parts of at least so many: at 256 tokens
@@ -98,6 +98,10 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
 
 def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
     """Sums after more keys (b, g, s, .), of which padding and sinks add nothing: some at a time."""
+    if keys.k.shape[2] == 1 and not (call.composed or torch.is_grad_enabled()):  # one that leaves the window of a step
+        few = call.map.few_features("key", keys.k, keys.shift)
+        columns = columns_of(call.map.reader, few, keys.v.to(call.map.dtype))
+        return add_key(sums, few, columns, keys.far_holes, looks=call.looks)
     size = rows_at_once(call, None, keys.k) or keys.k.shape[2]
     again = call.recompute and torch.is_grad_enabled() and not call.composed
     # With gradients the map is made anew: what it holds may have been computed without.
