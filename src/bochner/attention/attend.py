@@ -46,6 +46,7 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         prepared.phi.check_causal()
     else:
         call = call._replace(map=prepared.fitted_to(k, mask))
+    is_whole = state is None and not call.goes_on
     state = state or nothing_seen(call.map, k, v)
     q = q.reshape(b, g, call.groups, n, d)
     if call.recompute and torch.is_grad_enabled() and not call.composed and not call.map.is_closed(q[:, :, 0], k):
@@ -54,10 +55,8 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         # A weight exp(g_i - g_j), with g the running sum, is a shift -g_j of the keys: a factor of a row cancels.
         decay = decay.expand(b, g, s).cumsum(-1)
         keys = keys._replace(shift=-decay.unsqueeze(-1))
-        if decay.requires_grad:  # gradients count from the last key on, where most weight is: else digits cancel
-            last = decay[..., -1]
-            state, keys = _lowered(state, last - last.detach()), keys._replace(shift=keys.shift + (last - last.detach())[..., None, None])
-            decay = decay.detach()
+        if keys.shift is not None and keys.shift.requires_grad and is_whole and not call.composed:
+            keys.shift.register_hook(_without_sum)
     if near.is_causal and n < s:
         state = after_keys(call, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
@@ -79,6 +78,15 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         seen = (value_sums(values, mask) + before)[:, :, None]
     out, bad = with_means(out, bad, seen)
     return Result(out, after, bad)
+
+
+def _without_sum(grad: Tensor | None) -> Tensor | None:
+    """Gradients (b, g, s, 1) of the shifts of all keys. A common shift changes no row, so that their sum is rounding;
+    decays would count it as often as there are tokens."""
+    if grad is None:
+        return None
+    size = grad.abs()
+    return grad - size * (grad.sum(2, keepdim=True) / size.sum(2, keepdim=True).clamp_min(1e-300))
 
 
 def after_keys(call: Call, keys: Keys, state: State) -> State:

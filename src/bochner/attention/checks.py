@@ -13,7 +13,7 @@ from bochner import _checks
 from bochner._checks import DTYPES, BochnerError, accumulation_dtype, flag, is_int, one_of
 from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
-from bochner.attention.state import State
+from bochner.attention.state import Keys, State
 from bochner.maps.base import FeatureMap
 
 POLICIES = ("mean", "zero", "raise")
@@ -40,8 +40,7 @@ class Options(NamedTuple):
         o, n, s = self, q.shape[-2], k.shape[-2]
         if unusual := [name for name in FLAGS if type(getattr(o, name)) is not bool]:
             o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in unusual})
-        if o.on_small_normalizer not in POLICIES:
-            one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
+        one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
         if o.is_causal and n > s:
             raise BochnerError(
                 f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; pass the earlier keys "
@@ -56,18 +55,10 @@ class Options(NamedTuple):
 
 
 def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi: FeatureMap,
-    mask: Tensor | None,
-    state: State | None,
-    decay: Any,
-    options: Options,
-    made: PreparedMap | None = None,
+    q: Tensor, keys: Keys, phi: FeatureMap, made: PreparedMap | None, state: State | None, decay: Any, options: Options
 ) -> tuple[Options, Tensor | None]:
     """Refuse what `linear_attention` cannot do; returns the options and log decays as they are used."""
-    owner = "linear_attention"
+    owner, (k, v, mask, *_) = "linear_attention", keys
     check_qkv(q, k, v, owner, mask, phi)
     if made is not None and options.scale is None:
         options = options._replace(scale=made.scale)
@@ -92,8 +83,7 @@ def check_window(window: Any, sinks: Any, kind: Any, owner: str, length: int | N
         raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
     if not (type(sinks) is int or is_int(sinks)) or sinks < 0:
         raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    if kind not in WINDOW_KINDS:
-        one_of(kind, "window_kind", owner, WINDOW_KINDS)
+    one_of(kind, "window_kind", owner, WINDOW_KINDS)
     most = LONGEST if length is None else length
     window, sinks = (x if x is None or x <= LONGEST else most for x in (window, sinks))
     return None if window is None else int(window), int(sinks)

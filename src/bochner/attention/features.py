@@ -69,7 +69,9 @@ class PreparedMap:
         """Features of the rows and the key of a step; of a map that is the same for both roles in one product."""
         if self.is_symmetric is None:
             pair = zip(*(self.phi.exponent(role) or (None,) for role in ROLES), strict=True)
-            self.is_symmetric = self.phi.is_exponential and all(a is b or (type(a) is float and a == b) for a, b in pair)
+            self.is_symmetric = self.phi.is_exponential and all(
+                a is b or (type(a) is float and a == b) for a, b in pair
+            )
         if not self.is_symmetric:
             return self.few_features("query", x, scaled=False), self.few_features("key", k)
         values, log_scale = self.few_features("key", torch.cat([x, k], dim=2))
