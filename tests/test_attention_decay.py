@@ -232,7 +232,7 @@ def test_gradients_of_rows_that_decay_fast_are_those_of_double_precision(length:
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_decay_of_all_keys_alike_has_no_gradient(recompute: bool) -> None:
-    """That of the first token changes no row. Its gradient is a sum over all keys, which rounding once kept from zero."""
+    """That of the first token changes no row. Its gradient is a sum over all keys, which rounding kept from zero."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 4, generator=g) for n in (11, 200, 200))
     decay = torch.full((1, 1, 200), -0.1, requires_grad=True)

@@ -248,14 +248,14 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         window = None if window is None else _decayed(window, decay.unsqueeze(-1), u.dtype)
     new = torch.cat([u, u.new_ones(b, g, 1, 1)], dim=-1)
     total = state.total + (new if mask is None else new.masked_fill(spread_mask(mask), 0)).squeeze(2)
+    phi, own = prepared.few_features("query", x, scaled=near.exact)
     if window is None or not near.exact:
-        (phi, own), features = prepared.step_features(x, k)
+        features = prepared.few_features("key", k)
         columns = prepared.reader.columns(features, u) if prepared.reader else None
         sums = add_key(sums, features, new if columns is None else columns, mask, looks=call.looks)
         rows, _, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         out, bad, _ = finished(rows, own, bound, (), prepared.floor, looks=call.looks)
     else:
-        phi, own = prepared.few_features("query", x)
         window = window._replace(start=starts(near, mask, window.start, window.seen))
         seen = joined(window.held, keys, _beside(near, window))  # copied once
         window = window._replace(held=seen.part(slice(0, window.held.k.shape[2] + 1)), seen=window.seen + 1)

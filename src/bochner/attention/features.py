@@ -46,7 +46,6 @@ class PreparedMap:
         self.reader = phi if phi.has_constant else None  # the map where it sums keys and reads sums in its own way
         # The normaliser of a positive map below which a row is out of range.
         self.floor = RANGES[dtype].floor if phi.is_exponential else BOUNDED_FLOOR[dtype]
-        self.is_symmetric: bool | None = None  # whether both roles have the same features; None before it is asked
         self._exponents: dict[str, Exponent] = {}
         self._functions: dict[str, Callable[[Tensor], Features]] = {}
 
@@ -64,19 +63,6 @@ class PreparedMap:
             assert found is not None
             self._exponents[role] = found.scaled(self.root, self.dtype)
         return self._exponents[role]
-
-    def step_features(self, x: Tensor, k: Tensor) -> tuple[Features, Features]:
-        """Features of the rows and the key of a step; of a map that is the same for both roles in one product."""
-        if self.is_symmetric is None:
-            pair = zip(*(self.phi.exponent(role) or (None,) for role in ROLES), strict=True)
-            self.is_symmetric = self.phi.is_exponential and all(
-                a is b or (type(a) is float and a == b) for a, b in pair
-            )
-        if not self.is_symmetric:
-            return self.few_features("query", x, scaled=False), self.few_features("key", k)
-        values, log_scale = self.few_features("key", torch.cat([x, k], dim=2))
-        r = x.shape[2]
-        return Features(values[:, :, :r], log_scale[:, :, :r]), Features(values[:, :, r:], log_scale[:, :, r:])
 
     def features(self, role: str, x: Tensor, shift: Tensor | None = None) -> Features:
         """The features of `root * x`, (..., n, d); `shift` (..., n, 1) is added to their log scales."""
