@@ -40,7 +40,8 @@ class Options(NamedTuple):
         o, n, s = self, q.shape[-2], k.shape[-2]
         if unusual := [name for name in FLAGS if type(getattr(o, name)) is not bool]:
             o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in unusual})
-        one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
+        if o.on_small_normalizer not in POLICIES:
+            one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
         if o.is_causal and n > s:
             raise BochnerError(
                 f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; pass the earlier keys "
@@ -83,7 +84,8 @@ def check_window(window: Any, sinks: Any, kind: Any, owner: str, length: int | N
         raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
     if not (type(sinks) is int or is_int(sinks)) or sinks < 0:
         raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    one_of(kind, "window_kind", owner, WINDOW_KINDS)
+    if kind not in WINDOW_KINDS:
+        one_of(kind, "window_kind", owner, WINDOW_KINDS)
     most = LONGEST if length is None else length
     window, sinks = (x if x is None or x <= LONGEST else most for x in (window, sinks))
     return None if window is None else int(window), int(sinks)
