@@ -87,8 +87,8 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
         row, share = r * (m + (width if torch.is_grad_enabled() or layout.near.is_causal else 0)), 1
     else:
         row = 2 * ((1 + r) * m + r * width) if width else (m if layout is None else r * m)
-        # Most maps hold several temporaries as large as their features. But small parts of a sliding window compute most
-        # features of keys more than once: `trig` takes 1.1 times as long at 1,024 tokens, `landmark` 1.4 times.
+        # Most maps hold several temporaries as large as their features. But small parts of a sliding window compute
+        # most features of keys more than once: `trig` takes 1.1 times as long at 1,024 tokens, `landmark` 1.4 times.
         share = 1 if phi.is_exponential or (layout is not None and layout.neighbours) else 4
     elements = ELEMENTS // share * (1 if like.device.type == "cpu" else ELSEWHERE)
     rows = max(64, elements // (like.shape[0] * like.shape[1] * row))
