@@ -228,3 +228,16 @@ def test_gradients_of_rows_that_decay_fast_are_those_of_double_precision(length:
         out = linear_attention(q.to(dtype), keys, v.to(dtype), phi, is_causal=True, decay=decay)
         found.append(torch.autograd.grad(out.sum(), keys)[0].double())
     torch.testing.assert_close(found[1], found[0], atol=1e-3 * float(found[0].abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_decay_of_all_keys_alike_has_no_gradient(recompute: bool) -> None:
+    """That of the first token changes no row. Its gradient is a sum over all keys, which rounding kept from zero."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 4, generator=g) for n in (11, 200, 200))
+    decay = torch.full((1, 1, 200), -0.1, requires_grad=True)
+    phi = feature_map("trig", dim=4, num_features=16, kernel="softmax")
+    how: dict[str, Any] = {"window": 8, "window_kind": "sliding", "on_small_normalizer": "zero"}
+    out = linear_attention(q, k, v, phi, is_causal=True, decay=decay, recompute=recompute, diagnostics=False, **how)
+    (found,) = torch.autograd.grad(out.square().sum(), decay)
+    assert float(found[0, 0, 0].abs()) <= 1e-9 * float(found.abs().max())

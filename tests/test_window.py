@@ -210,3 +210,21 @@ def test_padding_that_has_left_is_not_forgotten_by_steps_without_a_mask(window: 
             token = [t[:, :, i : i + 1] for t in (q, k, v)]
             out, state = linear_attention(*token, phi, state=state, return_state=True, **how)
             assert_same(out, want[:, :, i : i + 1], 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["block", "sliding"])
+@pytest.mark.parametrize("sinks", [0, 3, 9])
+def test_single_tokens_without_gradients_see_what_the_whole_sequence_sees(kind: str, sinks: int) -> None:
+    """A key that leaves a sliding window is no longer exact; sinks that the window holds are seen once."""
+    q, k, v = (torch.randn(1, 2, 24, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
+    phi = feature_map("positive", dim=4, num_features=8).double()
+    how: dict[str, Any] = {"is_causal": True, "window": 5, "window_kind": kind, "sinks": sinks}
+    want = linear_attention(q, k, v, phi, **how)
+    with torch.no_grad():
+        out, state = linear_attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], phi, return_state=True, **how)
+        rows = [out]
+        for i in range(2, 24):
+            token = (t[:, :, i : i + 1] for t in (q, k, v))
+            out, state = linear_attention(*token, phi, state=state, return_state=True, **how)
+            rows.append(out)
+    torch.testing.assert_close(torch.cat(rows, dim=2), want, atol=1e-12, rtol=1e-12)

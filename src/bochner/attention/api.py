@@ -68,7 +68,8 @@ def linear_attention(
         phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     how = (on_small_normalizer, return_state, recompute, diagnostics)
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
-    options, fade = check_call(q, k, v, phi, key_padding_mask, state, decay, options, made)
+    keys = Keys(k, v, key_padding_mask)
+    options, fade = check_call(q, keys, phi, made, state, decay, options)
     if q.is_meta:  # only shapes are asked for
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
@@ -76,7 +77,7 @@ def linear_attention(
     if made is None and phi.redraw_every is not None:
         phi.begin_pass_()
     made = made or PreparedMap(phi, options.scale, accumulation_dtype(q.dtype))
-    return checked_attention(made, q, Keys(k, v, key_padding_mask), state, fade, options)
+    return checked_attention(made, q, keys, state, fade, options)
 
 
 def checked_attention(
@@ -161,10 +162,8 @@ def _report(prepared: PreparedMap, count: int, rows: int, policy: str) -> None:
         said += f" got the mean of the values they see: their terms span more than {prepared.dtype} holds with {name}; "
         said += "scale q and k down or pass float64."
     else:
-        said += (
-            f" have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map or "
-        )
-        said += "more features"
+        said += f" have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map "
+        said += "or more features"
         if policy == "raise":
             raise BochnerError(f"{said}, or on_small_normalizer='mean'.")
         said += f" (policy: {policy})."

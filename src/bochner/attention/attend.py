@@ -46,6 +46,7 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         prepared.phi.check_causal()
     else:
         call = call._replace(map=prepared.fitted_to(k, mask))
+    is_whole = state is None and not call.goes_on
     state = state or nothing_seen(call.map, k, v)
     q = q.reshape(b, g, call.groups, n, d)
     if call.recompute and torch.is_grad_enabled() and not call.composed and not call.map.is_closed(q[:, :, 0], k):
@@ -54,6 +55,8 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         # A weight exp(g_i - g_j), with g the running sum, is a shift -g_j of the keys: a factor of a row cancels.
         decay = decay.expand(b, g, s).cumsum(-1)
         keys = keys._replace(shift=-decay.unsqueeze(-1))
+        if keys.shift is not None and keys.shift.requires_grad and is_whole and not call.composed:
+            keys.shift.register_hook(_without_sum)
     if near.is_causal and n < s:
         state = after_keys(call, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
@@ -75,6 +78,15 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         seen = (value_sums(values, mask) + before)[:, :, None]
     out, bad = with_means(out, bad, seen)
     return Result(out, after, bad)
+
+
+def _without_sum(grad: Tensor | None) -> Tensor | None:
+    """Gradients (b, g, s, 1) of the shifts of all keys. A common shift changes no row, so that their sum is rounding;
+    decays would count it as often as there are tokens."""
+    if grad is None:
+        return None
+    size = grad.abs()
+    return grad - size * (grad.sum(2, keepdim=True) / size.sum(2, keepdim=True).clamp_min(1e-300))
 
 
 def after_keys(call: Call, keys: Keys, state: State) -> State:
@@ -245,13 +257,12 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         out, bad, _ = finished(rows, own, bound, (), prepared.floor, looks=call.looks)
     else:
         window = window._replace(start=starts(near, mask, window.start, window.seen))
-        if near.in_blocks:  # copied once
-            seen = joined(first := _beside(near, window), window.held, keys)
-            window = window._replace(held=seen.part(slice(first.k.shape[2], None)), seen=window.seen + 1)
-        else:  # a key leaves before the token is read, a block behind the row that ends one
-            window = window._replace(held=joined(window.held, keys), seen=window.seen + 1)
+        seen = joined(window.held, keys, _beside(near, window))  # copied once
+        window = window._replace(held=seen.part(slice(0, window.held.k.shape[2] + 1)), seen=window.seen + 1)
+        if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
+            last = window.held.k.shape[2]
             sums, window = leave(call, sums, window)
-            seen = joined(_beside(near, window), window.held)
+            seen = seen.part(slice(last - window.held.k.shape[2], None))
         rows, factor, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         log_weight = sums.ref[..., None, None] + (own if factor is None else own + factor)
         exact = _exact_rows(call, x, seen)
@@ -271,8 +282,10 @@ def _decayed(window: WindowState, decay: Tensor, dtype: torch.dtype) -> WindowSt
 
 
 def _beside(near: Near, window: WindowState) -> Keys:
-    """The sinks that a row sees beside the keys that a window holds; those that it holds are padding."""
+    """The sinks that the next row sees beside the keys that a window holds; those that it holds are padding."""
     begin = window.seen - window.held.k.shape[2]
+    if not near.in_blocks:
+        begin = max(begin, near.held_from(window.seen + 1))
     if window.unpadded or not near.sinks:
         return window.sinks.part(slice(0, min(begin, near.sinks)))
     first = begin if window.start is None else near.held_places(window.start, window.seen)[:, None]
@@ -281,10 +294,9 @@ def _beside(near: Near, window: WindowState) -> Keys:
 
 def _exact_rows(call: Call, x: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     """Rows by the exact terms alone, (b, g, r, v), and the logarithm of their normalisers."""
-    dtype, bias = call.map.dtype, None if keys.shift is None else keys.shift.mT.unsqueeze(2)
+    dtype, bias = call.map.dtype, None if keys.shift is None else keys.shift.mT
     if (hidden := keys.padded) is not None:
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None]
         bias = mask if bias is None else bias + mask
-    x, k, v = (t.unsqueeze(2).to(dtype) for t in (x, keys.k, keys.v))
-    rows, log_norm = attend_zones(x, k, v, bias, call.map.scale, call.map.phi.kernel)
-    return rows.squeeze(2), log_norm.squeeze(2)
+    x, k, v = x.to(dtype), keys.k.to(dtype), keys.v.to(dtype)
+    return attend_zones(x, k, v, bias, call.map.scale, call.map.phi.kernel)

@@ -13,7 +13,7 @@ from bochner import _checks
 from bochner._checks import DTYPES, BochnerError, accumulation_dtype, flag, is_int, one_of
 from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
-from bochner.attention.state import State
+from bochner.attention.state import Keys, State
 from bochner.maps.base import FeatureMap
 
 POLICIES = ("mean", "zero", "raise")
@@ -56,18 +56,10 @@ class Options(NamedTuple):
 
 
 def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi: FeatureMap,
-    mask: Tensor | None,
-    state: State | None,
-    decay: Any,
-    options: Options,
-    made: PreparedMap | None = None,
+    q: Tensor, keys: Keys, phi: FeatureMap, made: PreparedMap | None, state: State | None, decay: Any, options: Options
 ) -> tuple[Options, Tensor | None]:
     """Refuse what `linear_attention` cannot do; returns the options and log decays as they are used."""
-    owner = "linear_attention"
+    owner, (k, v, mask, *_) = "linear_attention", keys
     check_qkv(q, k, v, owner, mask, phi)
     if made is not None and options.scale is None:
         options = options._replace(scale=made.scale)

@@ -76,18 +76,19 @@ class PreparedMap:
             self._functions[role] = made or self.phi.prepare_scaled(role, self.root, self.dtype)
         return self._functions[role]
 
-    def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
+    def few_features(self, role: str, x: Tensor, shift: Tensor | None = None, *, scaled: bool = True) -> Features:
         """The same for so few rows that a bound of their logits costs more than it saves; where a factor of each row
         cancels (not `scaled`), the log scale is anything."""
         if not self.phi.is_exponential:
-            return self.features(role, x)
+            return self.features(role, x, shift)
         exponent, x = self.exponent(role), x.to(self.dtype)
         z, row = exponent.at(x) if scaled else (exponent.inner(x), None)
         logits = z @ exponent.weight.mT
         if exponent.offset is not None:
             logits = logits + exponent.offset.unsqueeze(-2)
-        shift = logits.amax(-1, keepdim=True) - RANGES[self.dtype].peak
-        return Features((logits - shift).exp_(), shift if row is None else row + shift)
+        top = logits.amax(-1, keepdim=True) - RANGES[self.dtype].peak
+        log_scale = top if row is None else row + top
+        return Features((logits - top).exp_(), log_scale if shift is None else log_scale + shift)
 
     def _exponential(self, role: str) -> Callable[[Tensor], Features]:
         exponent, limits, dtype = self.exponent(role), RANGES[self.dtype], self.dtype

@@ -59,8 +59,11 @@ def attend_zones(
 ) -> tuple[Tensor, Tensor]:
     """Rows of q (b, g, t, n, d) over k, v (b, g, t or 1, z, .), exact, and the logarithm of their normalisers.
 
-    `mask` (b, g, t, n, z) or less is added to the logits. A row that sees nothing has at most EMPTY.
+    `mask` (b, g, t, n, z) or less is added to the logits. A row that sees nothing has at most EMPTY. All may be without
+    t: one zone.
     """
+    if k.dim() == 4 and kernel != "gaussian" and in_place(q):
+        return _fused(q, k, v, mask, scale)
     if kernel == "gaussian" or k.shape[2] < q.shape[2] or not in_place(q):  # a few keys for all rows: nothing to fuse
         return _softmax(exact_logits(q, k, scale, kernel), v, mask)
     mask = None if mask is None else mask.expand(*q.shape[:4], k.shape[3]).flatten(0, 1)

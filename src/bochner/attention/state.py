@@ -221,12 +221,12 @@ def add_key(sums: Sums, features: Features, columns: Tensor, mask: Tensor | None
     if mask is not None:
         log_scale = log_scale.masked_fill(spread_mask(mask), MASKED)
     value, ref = sums.value, sums.ref.unsqueeze(-1).unsqueeze(-1)
-    more = log_scale - ref
+    more = (log_scale - ref).to(value.dtype)
     if looks and more.amax().item() <= 0:  # most keys are no larger than all before them: nothing is rescaled
         return Sums(torch.addcmul(value, psi.mT, columns * more.exp()), sums.ref)
     new = torch.maximum(ref, log_scale)
-    columns = columns * (log_scale - new).exp()
-    return Sums(torch.addcmul(value * (ref - new).exp(), psi.mT, columns), new.squeeze(-1).squeeze(-1))
+    old, more = ((t - new).to(value.dtype).exp() for t in (ref, log_scale))
+    return Sums(torch.addcmul(value * old, psi.mT, columns * more), new.squeeze(-1).squeeze(-1))
 
 
 def read_sums(values: Tensor, sums: Sums, phi: FeatureMap | None, *, positive: bool) -> tuple[Tensor, Any, Any]:
