@@ -132,8 +132,8 @@ def decoder_texts() -> str:
         "int8, groups of 32": "8 bits",
         "int4, groups of 32": "4 bits",
         "window 128, 4 sinks": "window 128",
-        "selected keys, 12 % of float32": "`memory=0.12`",
-        "selected keys, 6 % of float32": "`memory=0.06`",
+        "selected keys, 12 % of float32": "`memory=0.12` of float32",
+        "selected keys, 6 % of float32": "`memory=0.06` of float32",
     }
     found, rows = experiment("decoder_texts"), []
     for key, label in names.items():
@@ -159,8 +159,8 @@ PEERS = {
         for ratio in (0.5, 0.76, 0.88)
     },
     **{f"KVzip {ratio}": f"KVzip, {ratio}" for ratio in (0.75, 0.88, 0.9)},
-    "selected keys, 12 % of float32": "`memory=0.12`",
-    "selected keys, 6 % of float32": "`memory=0.06`",
+    "selected keys, 12 % of float32": "`memory=0.12` of float32",
+    "selected keys, 6 % of float32": "`memory=0.06` of float32",
 }
 
 
