@@ -458,3 +458,12 @@ def test_things_that_are_no_models_are_refused() -> None:
         model = transformers.BertModel(transformers.BertConfig(**TEXT))
     with pytest.raises(BochnerError, match="meta"):
         convert(model, Recipe("positive", 16))
+
+
+def test_heads_of_alternating_fates_come_out_in_the_order_of_the_model() -> None:
+    layer = LinearAttention(LayerPlan("a", 8, 4, 8, 8, [Kernel("positive", 16), Exact()] * 2))
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 12, 8, generator=g) for h in (8, 4, 4))
+    call = Call(q, k, v, False, None, 0.3)
+    same = (layer(call) - exact(call)).abs().amax((0, 2, 3)) < 1e-5
+    assert same.tolist() == [False, False, True, True] * 2
