@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from _framework import Said, Store, experiment
-from _training import gate, trained
+from _training import gate, ranked, trained
 
 from bochner import BochnerError
 
@@ -32,7 +32,8 @@ NEAR = ("window", "window+positive")
 PEERS = ("linformer", "performer_pytorch", "nystromformer", "fnet", "reformer")
 CAUSAL_PEERS = ("performer_pytorch", "reformer")  # no other one is causal
 MAIN = ("positive", "gmm_prf", "hyperbolic", "relu", "window+positive", "angular_hybrid", *PEERS[:3], "reformer")
-ATTENTIONS = ("exact", "identity", *FIXED, *LEARNED, *NEAR, *PEERS)
+DECAY = ("decay+relu", "decay+positive")  # of the causal tasks
+ATTENTIONS = ("exact", "identity", *FIXED, *LEARNED, *NEAR, *DECAY, *PEERS)
 Figures = dict[str, Any]
 
 
@@ -48,9 +49,9 @@ def wanted() -> list[str]:
 
 def can(task: str, attention: str) -> bool:
     """Whether a comparison makes sense; Reformer is left to the causal tasks, which have few peers."""
-    if attention not in PEERS:
-        return True
-    return attention in CAUSAL_PEERS if task != "recall" else attention != "reformer"
+    if task == "recall":
+        return attention not in ("reformer", *DECAY)
+    return attention not in PEERS or attention in CAUSAL_PEERS
 
 
 def fit(cell: str, steps: int | None) -> Figures:
@@ -136,13 +137,9 @@ def judge(found: Any) -> Said:
 
 
 def table(found: Figures) -> str:
-    """Means and spreads in Markdown, of attentions that were run with all seeds."""
-    tasks = [task for task in (*TASKS, *LAST) if opened(found, task)]
-    lines = ["| attention | " + " | ".join(tasks) + " |", "|---|" + "---|" * len(tasks)]
-    for attention in ATTENTIONS:
-        seen = [seeds_of(found, task, attention) for task in tasks]
-        if any(len(s) > 1 for s in seen):
-            cells = [f"{statistics.mean(s):.1f} ± {statistics.stdev(s):.1f}" if len(s) > 1 else "" for s in seen]
-            none = ["not run" if can(t, attention) else "cannot" for t in tasks]
-            lines.append(f"| `{attention}` | " + " | ".join(c or n for c, n in zip(cells, none, strict=True)) + " |")
-    return "\n".join(lines)
+    """A table in Markdown for each task that attention decides, of attentions that were run with several seeds."""
+    parts = []
+    for task in (t for t in (*TASKS, *LAST) if opened(found, t)):
+        seen = {a: seeds_of(found, task, a) for a in ATTENTIONS}
+        parts.append(ranked(task, "accuracy, %", {a: s for a, s in seen.items() if len(s) > 1}))
+    return "\n\n".join(parts)

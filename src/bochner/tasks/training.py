@@ -114,7 +114,8 @@ def described(task: Task, kind: models.Attention, sizes: Preset, seed: int) -> d
     start = None if sizes.start is None else str(sizes.start)
     said = {"task": task.name, "attention": kind.name, "seed": seed}
     said |= {k: v for k, v in asdict(sizes).items() if k not in NOT_SAID}
-    said |= {"features": kind.features, "window": kind.window, "options": dict(kind.options), "start": start}
+    said |= {k: getattr(kind, k) for k in ("features", "window", "redraw")}
+    said |= {"options": dict(kind.options), "start": start}
     found: dict[str, Any] = json.loads(json.dumps(said))
     return found
 
@@ -211,8 +212,8 @@ def make_trainer(
         ddp_find_unused_parameters=attention.name in PEERS and attention.name != "reformer",
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
-    if attention.feature_map is not None and preset.redraw:
-        callbacks.append(LastDraw(preset.redraw))
+    if attention.redraw:
+        callbacks.append(LastDraw(attention.redraw))
     if report == "tensorboard" and is_first():
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
