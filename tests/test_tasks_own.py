@@ -212,6 +212,10 @@ def test_a_function_is_a_map_and_a_module_learns_in_every_layer(tmp_path: Path) 
     result = bochner.train(own(), growing, output=tmp_path, report=None)
     assert result["attention"] == "growing"
     assert bochner.train(own(), growing, output=tmp_path, report=None, resume=True) == result
+    growing.__name__ = "relu"  # as a map of the library, which stays what it is
+    assert (models.map_name(growing), models.map_name(growing)) == ("reluCall", "reluCall")
+    assert isinstance(bochner.feature_map("relu", dim=4, num_features=8), FEATURE_MAPS["relu"])
+    assert FEATURE_MAPS["relu"].__module__.startswith("bochner.maps.")
     preset, shared = replace(SIZES, layers=2), Doubled()
     model = tasks.build(own(), preset, tasks.choose(own(), models.map_name(shared), preset))
     parts = [m for m in model.modules() if isinstance(m, Doubled)]

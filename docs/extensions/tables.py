@@ -501,7 +501,7 @@ def trained_recall() -> str:
     return str(importlib.import_module("train_recall").table(experiment("train_recall")))
 
 
-def beside() -> str:
+def six_tasks() -> str:
     train_table()
     return str(importlib.import_module("train_beside").table(experiment("train_beside")))
 

@@ -141,25 +141,22 @@ def map_name(attention: Any) -> str:
     """
     if isinstance(attention, str):
         return attention
-    if isinstance(attention, FeatureMap):
-        name = f"{type(attention).__name__}Copy"
-        FEATURE_MAPS[name] = copies_of(attention)
-        return name
-    if not isinstance(attention, type) and callable(attention):
-        name = getattr(attention, "__name__", type(attention).__name__)
-        FEATURE_MAPS[name] = calls_of(attention)
-        return name
-    if not (isinstance(attention, type) and issubclass(attention, FeatureMap)):
+    if isinstance(attention, type) and issubclass(attention, FeatureMap):
+        for name, known in FEATURE_MAPS.items():
+            if known is attention:
+                return name
+        if not is_ours(attention.__name__):
+            FEATURE_MAPS.pop(attention.__name__, None)  # the same class defined anew, as in a notebook
+        register_map(attention.__name__, attention)
+        return attention.__name__
+    if isinstance(attention, type) or not callable(attention):
         raise ArgumentError(
             "The 'attention' of train must be a name, a subclass of bochner.FeatureMap, an instance of one or a "
             f"function f(x, role), got {type(attention).__name__}."
         )
-    for name, known in FEATURE_MAPS.items():
-        if known is attention:
-            return name
-    FEATURE_MAPS.pop(attention.__name__, None)  # the same class defined anew, as in a notebook
-    register_map(attention.__name__, attention)
-    return attention.__name__
+    made = copies_of(attention) if isinstance(attention, FeatureMap) else calls_of(attention)
+    FEATURE_MAPS[made.__name__] = made
+    return made.__name__
 
 
 def copies_of(phi: FeatureMap) -> type[FeatureMap]:
@@ -186,7 +183,14 @@ def calls_of(function: Callable[..., Any]) -> type[FeatureMap]:
         def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None) -> None:
             super().__init__(dim, function=copy.deepcopy(function))
 
+    name = getattr(function, "__name__", type(function).__name__)
+    Call.__name__ = f"{name}Call" if is_ours(name) else name
     return Call
+
+
+def is_ours(name: str) -> bool:
+    """Whether the library has a map of that name, which no one may replace."""
+    return name in FEATURE_MAPS and FEATURE_MAPS[name].__module__.startswith("bochner.maps.")
 
 
 class MaskedBert(transformers.BertForMaskedLM):  # type: ignore[name-defined]
@@ -218,41 +222,24 @@ class Pooled(nn.Module):
         return (rows * keep).sum(1) / keep.sum(1)
 
 
-class Standardized(nn.Module):
+class Standardized(nn.BatchNorm1d):
     """Batch norm without parameters, (b, c), over the batch of all processes: torch's own is for GPUs only.
 
     The mean rows of long sequences are nearly equal, and what tells them apart is small: without this a classifier
     first learns what they have in common.
     """
 
-    mean: Tensor
-    var: Tensor
-    MOMENTUM, EPS = 0.1, 1e-5
-
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("var", torch.ones(width))
+        super().__init__(width, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, var = self.mean, self.var
-        if self.training:
-            mean = over_processes(x.mean(0))
-            var = over_processes((x - mean).square().mean(0))
-            with torch.no_grad():
-                self.mean.lerp_(mean, self.MOMENTUM)
-                self.var.lerp_(var, self.MOMENTUM)
-        return (x - mean) / (var + self.EPS).sqrt()
+        if not (self.training and torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return super().forward(x)
+        from torch.distributed.nn.functional import all_reduce
 
-
-def over_processes(x: Tensor) -> Tensor:
-    """The mean of x over the processes, gradients included; they have equal shares of the batch."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return x
-    from torch.distributed.nn.functional import all_reduce
-
-    total: Tensor = all_reduce(x)
-    return total / torch.distributed.get_world_size()
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        every: Tensor = all_reduce(torch.cat([x if i == rank else torch.zeros_like(x) for i in range(world)]))
+        return super().forward(every).chunk(world)[rank]
 
 
 class Classifier(Pooled):

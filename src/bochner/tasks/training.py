@@ -23,7 +23,7 @@ from bochner._checks import BochnerError, extra, is_int, one_of
 from bochner._progress import speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, label_sizes, summary
+from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.peers import PEERS
 from bochner.tasks.registry import preset_of
@@ -242,7 +242,7 @@ def make_trainer(
 def judged(task: Task, found: Any) -> dict[str, float]:
     """The figures of a data set."""
     if isinstance(task.metric, str):
-        return summary(task.kind, found.predictions, label_sizes(task, found.label_ids))
+        return summary(task.kind, found.predictions)
     return {"score": float(np.mean(found.predictions))}
 
 
