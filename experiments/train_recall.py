@@ -24,8 +24,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "recall_causal": {"preset": "medium", "length": 64, "data": {"pairs": 32}},
     "copying": {"preset": "small"},
 }
-LAST: dict[str, dict[str, Any]] = {"copying, medium": {"preset": "medium"}, "induction": {"preset": "small"}}
-CHANCE = {"recall": 1 / 4, "recall_causal": 1 / 4, "copying": 1 / 64, "copying, medium": 1 / 64, "induction": 1 / 64}
+LAST: dict[str, dict[str, Any]] = {
+    "copying, medium": {"preset": "medium"},
+    "recall_causal, medium": {"preset": "medium"},
+    "induction": {"preset": "small"},
+}
+CHANCE = {task: 1 / 4 if task.startswith("recall") else 1 / 64 for task in (*TASKS, *LAST)}
 FIXED = ("positive", "relu", "hyperbolic", "angular_hybrid")
 LEARNED = ("gmm_prf", "hedgehog")
 NEAR = ("window", "window+positive")

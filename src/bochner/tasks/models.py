@@ -382,8 +382,11 @@ class Fading(nn.Module):
 
     def __init__(self, attention: Attention, preset: Preset, seed: int) -> None:
         super().__init__()
-        sizes = (attention.feature_map, preset.width // preset.heads, attention.features)
-        self.feature_map = feature_map(*sizes, num_heads=preset.heads, seed=seed, **_map_options(attention))
+        size, options = (
+            preset.width // preset.heads,
+            {"num_heads": preset.heads, "seed": seed, **_map_options(attention)},
+        )
+        self.feature_map = feature_map(str(attention.feature_map), size, attention.features, **options)
         self.rate = nn.Parameter(torch.linspace(-3.0, -5.0, preset.heads))  # at first half after 14 to 100 tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: float) -> Tensor:
