@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ def registry_as_before() -> Any:
     yield
     FEATURE_MAPS.clear()
     FEATURE_MAPS.update(before)
+
+
+def test_a_score_that_is_no_number_is_said_to_be_none(tmp_path: Path) -> None:
+    def metric(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.full((len(labels),), torch.nan)
+
+    with pytest.raises(BochnerError, match="The 'score' of the task 'first' is not a number on its test split"):
+        bochner.train(own(metric=metric), output=tmp_path / "metric", report=None)
+    assert math.isnan(base.summary("causal", np.zeros((2, 4)))["loss"])  # not one position counts
+
+
+@pytest.mark.parametrize("kind", ["classify", "causal"])
+def test_a_sequence_may_be_as_short_as_one_likes(kind: str) -> None:
+    task, sizes = own(kind=kind), replace(SIZES, length=3, positions="learned")
+    model = tasks.build(task, sizes, tasks.choose(task, "relu", sizes))
+    assert model(input_ids=torch.full((2, 3), SPECIAL)) is not None
 
 
 def test_a_task_and_a_map_of_ones_own_are_trained_by_one_call(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_softmax_and_kernels_on_six_tasks_are_judged_by_their_seeds(experiments:
     assert train_beside.learned_or_fixed(found, "nli") is None
     assert "a learned kernel beats the best fixed one in lm_bpe; cells are missing in" in train_beside.judge(found).why
     assert "lm_bpe" not in train_beside.table(found)  # rows with a blank cell are not shown
-    whole = found | runs("lm_bpe", "bits", relu=(2.4,), hyperbolic=(2.45,))
+    whole = found | runs("lm_bpe", "bits", relu=(2.45,))
     assert "| lm_bpe (bits) | 3.000 | 2.205 ± 0.007 |" in train_beside.table(whole)
     cells = train_beside.wanted()
     assert len(cells) == len(set(cells)) == len(train_beside.ROWS) * len(train_beside.ATTENTIONS) * 3

@@ -339,7 +339,7 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 
 def summary(kind: str, found: np.ndarray) -> dict[str, float]:
     """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC."""
-    sums = found.sum(0).tolist()
+    sums = found.sum(0).tolist() if found.any() else [math.nan] * found.shape[1]  # not one position counts
     if kind == "ctc":
         return {"error_rate": sums[0] / sums[1]}
     count, loss, hits, size = sums

@@ -294,6 +294,11 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             kept = {k.removeprefix(f"{split}_"): v for k, v in found.items() if np.isfinite(v)}
             kept = {k: v for k, v in kept.items() if k in FIGURES}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
+        if self.task.figure not in out:
+            raise BochnerError(
+                f"The {self.task.figure!r} of the task {self.task.name!r} is not a number on its test split: look at "
+                "its metric, and whether any of its labels counts."
+            )
         return out
 
 
