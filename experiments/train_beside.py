@@ -153,6 +153,8 @@ def judge(found: Any) -> Said:
     for row in ROWS:
         digits = UNITS[metric(row)][1]
         means = {a: statistics.mean(s) for a in ATTENTIONS if (s := seeds_of(found, row, a))}
+        if not means:
+            continue
         worth = learned_or_fixed(found, row)
         gap = f"; learned - fixed {worth[0]:+.{digits}f}, spread {worth[1]:.{digits}f}" if worth else ""
         shown = ", ".join(f"{a} {x:.{digits}f}" for a, x in means.items())
@@ -168,18 +170,16 @@ def judge(found: Any) -> Said:
 
 
 def table(found: Figures) -> str:
-    """Means and spreads in Markdown, with the verdict of the gate; attentions that no row has are left out."""
+    """What was measured in Markdown, best first, with the verdict of the gate; rows without a kernel are left out."""
     opened, trivial = gates(found), found["without learning"]
-    names = [a for a in ATTENTIONS if any(seeds_of(found, row, a) for row in ROWS)]
-    lines = [f"| task | without learning | {' | '.join(f'`{a}`' for a in names)} | attention |"]
-    lines.append("|---" * (len(names) + 3) + "|")
+    lines = ["| task | without learning | best first | attention |", "|---|---|---|---|"]
     for row in ROWS:
-        factor, digits = UNITS[metric(row)]
-        seen = [seeds_of(found, row, a) for a in names]
-        if not all(seen):
+        task, (factor, digits) = tasks.task(ROWS[row][0]), UNITS[metric(row)]
+        seen = {a: s for a in ATTENTIONS if (s := seeds_of(found, row, a))}
+        if len(seen) < 3:
             continue
-        cells = [spread(s, digits) for s in seen]
-        unit = "%" if metric(row) == "accuracy" else "bits"
-        first = [f"{row} ({unit})", f"{factor * trivial[row]:.{digits}f}"]
-        lines.append("| " + " | ".join([*first, *cells, say_gate(opened[row])]) + " |")
+        order = sorted(seen, key=lambda a: statistics.mean(seen[a]), reverse=task.larger)
+        shown = ", ".join(f"`{a}` {spread(seen[a], digits)}" for a in order)
+        unit = "%" if factor == 100 else "bits"
+        lines.append(f"| {row} ({unit}) | {factor * trivial[row]:.{digits}f} | {shown} | {say_gate(opened[row])} |")
     return "\n".join(lines)

@@ -216,6 +216,13 @@ def test_blocks_are_the_text_in_order() -> None:
     assert torch.cat([blocks[i]["input_ids"] for i in range(4)]).tolist() == [i + base.SPECIAL for i in range(20)]
 
 
+def test_blocks_to_test_on_are_spread_over_the_text() -> None:
+    preset = tasks.preset_of(tasks.task("lm"), "small", length=4, test=3)
+    rows = text._blocks(np.arange(42, dtype=np.uint8), preset, "test").tokens.reshape(-1, 4)
+    assert rows.tolist() == [[4 * i + j for j in range(4)] for i in (0, 4, 9)]
+    assert len(text._blocks(np.arange(42, dtype=np.uint8), preset, "train")) == 10
+
+
 @pytest.mark.parametrize("kind", ["classify", "masked", "causal"])
 def test_figures_agree_with_a_loop(kind: str) -> None:
     g = torch.Generator().manual_seed(0)

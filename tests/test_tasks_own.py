@@ -67,6 +67,17 @@ def registry_as_before() -> Any:
     FEATURE_MAPS.update(before)
 
 
+@pytest.mark.parametrize("report", [None, "bar"])
+def test_no_library_talks_beside_the_training(report: str | None, tmp_path: Path, capfd: Any) -> None:
+    """transformers shows a bar for every file it writes, and advice."""
+    sizes: dict[str, Any] = {"length": 9, "steps": 3, "batch": 4, "test": 8, "data": {"symbols": 4}}
+    bochner.train("copying", "relu", output=tmp_path, report=report, **sizes)
+    said = capfd.readouterr().err
+    assert "model shards" not in said
+    assert "[transformers]" not in said
+    assert bool(said) == (report is not None)
+
+
 def test_a_score_that_is_no_number_is_said_to_be_none(tmp_path: Path) -> None:
     def metric(logits: Tensor, labels: Tensor) -> Tensor:
         return torch.full((len(labels),), torch.nan)

@@ -306,7 +306,7 @@ def figures(task: Task, logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels = logits[:, :-1], labels[:, 1:]
     counts = labels != IGNORE
     loss = torch.nn.functional.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=IGNORE)
-    hit = (logits.argmax(-1) == labels) & counts
+    hit = logits.argmax(-1) == labels  # no symbol is called IGNORE
     size = counts.double()
     if task.sizes is not None:
         size = size * torch.as_tensor(task.sizes(), device=labels.device)[(labels - SPECIAL).clamp(min=0)]

@@ -49,7 +49,6 @@ def train(
     Example: `bochner train listops --attention fastfood_prf`
     """
     import torch
-    import transformers
 
     from bochner.tasks.models import attentions
     from bochner.tasks.registry import TASKS, preset_of
@@ -66,8 +65,6 @@ def train(
         return
     if threads:
         torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()  # of files being written; the bar of the training stays
     given: dict[str, Any] = {"features": features, "window": window, "learning_rate": rate, "batch": batch}
     given |= {"steps": steps, "layers": layers, "width": width, "precision": precision, "redraw": redraw}
     given |= {"start": None if start is None else str(start), "options": dict(parsed(text) for text in option or ())}

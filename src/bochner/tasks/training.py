@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from bochner._checks import BochnerError, extra, is_int, one_of
-from bochner._progress import speaker
+from bochner._progress import quietly, speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
 from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, summary
@@ -78,34 +78,32 @@ def train(
     say = speaker(report is not None and is_first())
     say(f"{chosen.name} with {name}: the examples, then {sizes.steps:,} steps, in {where}")
     begin = time.perf_counter()
-    model = models.build(chosen, sizes, kind, seed=seed)
-    if sizes.start is not None:
-        take_over_(model, Path(sizes.start))
-    trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, report=report)
-    checkpoint = last_checkpoint(where, tidy=is_first())
-    with room_named(where), each_warning_once():
+    with quietly(), room_named(where), each_warning_once():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        model = models.build(chosen, sizes, kind, seed=seed)
+        if sizes.start is not None:
+            take_over_(model, Path(sizes.start))
+        trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, report=report)
+        checkpoint = last_checkpoint(where, tidy=is_first())
         seconds = rehearse(chosen, model, trainer)  # by every process, as they wait for each other
         say(f"about {duration(sizes.steps * seconds)} for {sizes.steps:,} steps")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        metrics = trainer.test()
-    result = {
-        **configuration,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "metrics": metrics,
-        "score": metrics[chosen.figure],
-        "resumed": checkpoint is not None,
-        "seconds": round(time.perf_counter() - begin, 1),
-    }
-    if chosen.baseline is not None:
-        result["baseline"] = chosen.baseline(sizes)
-    if trainer.is_world_process_zero():
-        with room_named(where):
+        result = {
+            **configuration,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "metrics": (metrics := trainer.test()),
+            "score": metrics[chosen.figure],
+            "resumed": checkpoint is not None,
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        if chosen.baseline is not None:
+            result["baseline"] = chosen.baseline(sizes)
+        if trainer.is_world_process_zero():
             trainer.save_model(str(where / "model"))
             write_json(where / "result.json", result)
-    trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
     return result
 
 
