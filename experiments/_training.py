@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from _framework import ROOT
 
 from bochner import tasks
@@ -78,3 +79,9 @@ def ranked(task: str, unit: str, rows: Mapping[str, Sequence[float]], *, digits:
     known = sorted((a for a in rows if rows[a]), key=lambda a: statistics.mean(rows[a]), reverse=larger)
     lines = [f"| `{a}` | {spread(rows[a], digits)} | {len(rows[a])} |" for a in known]
     return "\n".join([f"| {task} | {unit} | seeds |", "|---|---|---|", *lines])
+
+
+def by_frequency(train: np.ndarray, test: np.ndarray, symbols: int) -> float:
+    """Bits per symbol of the test split by how often each occurs in the training split."""
+    share = (np.bincount(train, minlength=symbols) + 1) / (len(train) + symbols)
+    return float(-np.log2(share[test]).mean())

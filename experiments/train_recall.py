@@ -125,7 +125,8 @@ def judge(found: Any) -> Said:
             continue
         if not all(len(seeds_of(found, task, a)) > 1 for a in ("exact", "identity")):
             unjudged.append(task)
-        elif not opened(found, task):
+            continue
+        if not opened(found, task):
             closed.append(task)
         worth = learned_or_fixed(found, task)
         if worth is None:
@@ -137,7 +138,7 @@ def judge(found: Any) -> Said:
     missing = len(set(wanted()) - set(found))
     says = f"{len(found)} runs: " + "; ".join(told) + f". {missing} cells were not run."
     why = [f"attention does not decide {' and '.join(closed)}"] if closed else []
-    why += [f"exact attention or none has one seed in {' and '.join(unjudged)}"] if unjudged else []
+    why += [f"not judged: {' and '.join(unjudged)}"] if unjudged else []
     why += [f"a learned kernel beats the best fixed one in {' and '.join(beaten)}"] if beaten else []
     why += [f"learned kernels have not run with all seeds in {' and '.join(open_)}"] if open_ else []
     return Said(says, "fails" if why else "holds", "; ".join(why))

@@ -416,7 +416,7 @@ def test_decay_fades_what_lies_far_back_and_is_learned(tmp_path: Path) -> None:
         )
     deep = replace(preset, layers=2)
     one, two = maps_of(models.build(task, deep, models.choose(task, "decay+positive", deep)))
-    x = torch.ones(1, one.dim)
+    x = torch.ones(deep.heads, 1, one.dim)
     assert not torch.equal(one(x, "query").values, two(x, "query").values)  # each layer has a draw of its own
     result = tasks.train(task, "decay+positive", output=tmp_path, report=None, **COPIED, steps=4, redraw=2)
     trained = tasks.load(tmp_path)

@@ -231,6 +231,9 @@ def test_recall_by_the_trainer_is_judged_by_its_seeds(experiments: None) -> None
     closed = train_recall.judge(runs(exact=(0.2, 0.5, 0.9), identity=(0.02, 0.01, 0.02), **fixed))
     assert closed.why.startswith("attention does not decide copying; learned kernels have not run")
     assert train_recall.judge(runs(**levels, **fixed, gmm_prf=(0.5, 0.5))).verdict == "fails"  # two seeds are not all
+    assert (
+        train_recall.judge(runs(exact=(1.0, 1.0), **fixed)).why == "not judged: copying"
+    )  # no model without attention
     shown = train_recall.table(tie | {"recall/exact/0": {"accuracy": 1.0}, "copying/fnet/0": {"accuracy": 0.5}})
     assert shown.splitlines()[0] == "| copying | accuracy, % | seeds |"  # the others are not decided
     assert "| `gmm_prf` | 53.0 ± 2.0 | 3 |" in shown
