@@ -162,7 +162,7 @@ def judge(found: Any) -> Said:
             why.append(f"a learned kernel beats the best fixed one in {row}")
     missing = len(set(wanted()) - set(found))
     blank = [row for row in ROWS if any(not seeds_of(found, row, a) for a in ATTENTIONS)]
-    why += [f"cells are missing in {', '.join(blank)}"] if blank else []
+    why += [f"cells are missing in {len(blank)} of {len(ROWS)} rows"] if blank else []
     why += [] if any(x.is_open for x in opened.values()) else ["attention decides none of the rows"]
     says = f"percent or bits; {'; '.join(told)}. {missing} cells were not run."
     return Said(says, "fails" if why else "holds", "; ".join(why))
