@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from bochner import data, tasks
 
 
 @pytest.fixture
-def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experiments can be imported, each once: other tests may have left some of them behind."""
+def experiments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The experiments can be imported, each once: other tests may have left some of them behind, and these do not."""
     folder = Path(__file__).parent.parent / "experiments"
     monkeypatch.syspath_prepend(str(folder))
     for path in folder.glob("*.py"):
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    yield
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def test_diagonal_and_vertical_heads_are_told_apart(experiments: None) -> None:
