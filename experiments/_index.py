@@ -191,6 +191,7 @@ BEYOND = {
     "smollm_target": ("a decoder converted to a target", "results-models.md"),
     "speech_encoder": ("a speech encoder made linear", "encoder-decoders.md"),
     "train_baselines": ("what can be had without learning", "results-attention.md"),
+    "train_beside": ("softmax and kernels on six more tasks", "results-attention.md"),
     "train_recall": ("recall and copying by the trainer", "results-attention.md"),
     "train_tis": ("a published, trained Performer with our attention inside", "train-a-performer.md"),
     "window_kinds": ("block windows against sliding ones", "how-it-works.md"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from _framework import ROOT
 
 from bochner import tasks
@@ -58,3 +59,29 @@ def gate(exact: Sequence[float], none: Sequence[float], trivial: float | None = 
         return Gate(False, margin, math.nan)
     spread = max(statistics.stdev(x) for x in (exact, none) if len(x) > 1)
     return Gate(margin > 3 * spread, margin, spread)
+
+
+def spread(seen: Sequence[float], digits: int) -> str:
+    """The mean of some seeds, and their deviation where there are several; empty without a run."""
+    deviation = f" ± {statistics.stdev(seen):.{digits}f}" if len(seen) > 1 else ""
+    return f"{statistics.mean(seen):.{digits}f}{deviation}" if seen else ""
+
+
+def ranked(task: str, unit: str, rows: Mapping[str, Sequence[float]], *, digits: int = 1, larger: bool = True) -> str:
+    """A table of one task in Markdown, best first; attentions without a run are left out.
+
+    >>> print(ranked("copying", "%", {"relu": [50.0, 52.0], "exact": [99.0], "fnet": []}))
+    | copying | % | seeds |
+    |---|---|---|
+    | `exact` | 99.0 | 1 |
+    | `relu` | 51.0 ± 1.4 | 2 |
+    """
+    known = sorted((a for a in rows if rows[a]), key=lambda a: statistics.mean(rows[a]), reverse=larger)
+    lines = [f"| `{a}` | {spread(rows[a], digits)} | {len(rows[a])} |" for a in known]
+    return "\n".join([f"| {task} | {unit} | seeds |", "|---|---|---|", *lines])
+
+
+def by_frequency(train: np.ndarray, test: np.ndarray, symbols: int) -> float:
+    """Bits per symbol of the test split by how often each occurs in the training split."""
+    share = (np.bincount(train, minlength=symbols) + 1) / (len(train) + symbols)
+    return float(-np.log2(share[test]).mean())

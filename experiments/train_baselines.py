@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from _framework import Said, Store, experiment
+from _training import by_frequency
 
 from bochner import tasks
 from bochner.tasks.base import IGNORE, MASK, SPECIAL
-
-
-def by_frequency(train: np.ndarray, test: np.ndarray, symbols: int) -> float:
-    """Bits per symbol of the test split by how often each occurs in the training split."""
-    share = (np.bincount(train, minlength=symbols) + 1) / (len(train) + symbols)
-    return float(-np.log2(share[test]).mean())
 
 
 def copied(task: str) -> dict[str, float]:

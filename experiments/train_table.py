@@ -12,36 +12,22 @@ from typing import Any
 
 from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, by_name, dots, figure, save
-from _training import SAME, Gate, gate, of_preset, trained
+from _training import SAME, Gate, gate, of_preset, ranked, trained
 
 FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; protein has a baseline of its own
 CHANCE = {"pathfinder": 0.5, "retrieval": 0.5}
 COLUMNS = dict.fromkeys((*FLOOR, *CHANCE, "protein"), "accuracy") | {"lm": "bits"}
 FIXED = ("positive", "relu", "linear_elu", "trig", "hyperbolic", "angular_hybrid")
-LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks", "fastfood_rks", "generative_rks")
-# The learned maps with the settings of paper 004; ours are the defaults.
-AS_PAPER: dict[str, tuple[str, dict[str, Any]]] = {
-    "gmm_prf, paper": ("gmm_prf", {"options": {"g": 1.0, "shared_noise": True}, "redraw": 100}),
-    "fastfood_prf, paper": ("fastfood_prf", {"options": {"g": 1.0}, "redraw": 100}),
-    "generative_prf, paper": ("generative_prf", {"options": {"g": 1.0, "residual": False}, "redraw": 100}),
-}
+LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks", "fastfood_rks", "generative_rks", "hedgehog")
+AS_PAPER = ("paper+gmm_prf", "paper+fastfood_prf", "paper+generative_prf")  # with the settings of paper 004
 NEAR = ("window", "window+calibrated", "window+positive")
 PEERS = ("linformer", "performer_pytorch", "fnet", "nystromformer", "big_bird", "longformer", "reformer")
 ATTENTIONS = ("exact", *FIXED, *LEARNED, *AS_PAPER, *NEAR, "identity", *PEERS)
 BRIEF = ("fastfood_prf", "positive", "relu", "exact", "window+calibrated")  # several seeds, and all tasks
 SEVERAL = (
     *("window+calibrated", "positive", "relu", "gmm_prf", "hyperbolic", "angular_hybrid", "fastfood_prf"),
-    *("generative_prf", "window+positive", "window", "gmm_prf, paper"),
+    *("generative_prf", "window+positive", "window", "paper+gmm_prf", "hedgehog"),
 )
-# Tasks with one seed, and what a model that learned nothing would have; `train_conformer` has
-# the others.
-OTHERS = {
-    "pixels": "7.82 bits per dimension (frequencies), 6.57 (difference to the pixel before)",
-    "protein_causal": "9.8 %, perplexity 18.3",
-    "lm_bpe": "3.07 bits per byte (frequencies of symbols)",
-}
-BESIDE = ("exact", "identity", "positive", "relu", "gmm_prf")
-UNITS = {"accuracy": "{:.1%}", "bits": "{:.2f} bits"}
 KEPT = ("accuracy", "loss", "bits", "perplexity", "error_rate", "unseen_accuracy")
 NOT_NEEDED = "attention is not needed here"
 Runs = dict[str, dict[str, Any]]
@@ -67,8 +53,7 @@ def wanted() -> list[str]:
     slow = [("pathfinder", a, 0) for a in names]
     several = ("exact", "window+calibrated", "relu", "fastfood_prf")
     seeds = [(task, a, seed) for seed in (1, 2) for a in several for task in CHANCE]
-    others = [(task, a, 0) for a in BESIDE for task in OTHERS]
-    every = [*gating, *decided, *goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]
+    every = [*gating, *decided, *goals, *first, *more, *rest, *pairs, *slow, *seeds]
     return list(dict.fromkeys("/".join(map(str, cell)) for cell in every))
 
 
@@ -96,8 +81,7 @@ def measure(store: Store, only: str = "", minutes: float = float("inf")) -> None
 
     def run(cell: str) -> dict[str, Any]:
         task, attention, seed = cell.split("/")
-        name, changes = AS_PAPER.get(attention, (attention, {}))
-        result = trained(task, name, cell, seed=int(seed), **changes)
+        result = trained(task, attention, cell, seed=int(seed))
         kept = {k: v for k, v in result["metrics"].items() if k in KEPT}
         if "baseline" in result:
             kept["baseline"] = result["baseline"]["accuracy"]
@@ -197,36 +181,15 @@ def on_par(found: Runs) -> dict[str, bool]:
 
 
 def table(found: Runs) -> str:
-    """The table in Markdown: means and spreads on the tasks that need attention, of peers and of what ran twice."""
-    open_tasks = [t for t in COLUMNS if say_gate(found, t) == "attention decides"]
-    heads = [f"{task} ({'bits per byte' if COLUMNS[task] == 'bits' else '%'})" for task in open_tasks]
-    lines = ["| attention | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
-    for attention in ATTENTIONS:
-        seen = [seeds_of(found, task, attention) for task in open_tasks]
-        cells = [cell(row, 3 if COLUMNS[task] == "bits" else 1) for task, row in zip(open_tasks, seen, strict=True)]
-        if sum(map(len, seen)) > (attention not in PEERS):
-            lines.append(f"| `{attention}` | " + " | ".join(c or "not run" for c in cells) + " |")
-    lines += ["", *(f"- {task}: {say_gate(found, task)}." for task in COLUMNS if task not in open_tasks)]
-    return "\n".join(lines)
-
-
-def cell(seen: list[float], digits: int) -> str:
-    """The mean of some seeds and their spread; empty without a run."""
-    spread = f" ± {statistics.stdev(seen):.{digits}f} ({len(seen)} seeds)" if len(seen) > 1 else ""
-    return f"{statistics.mean(seen):.{digits}f}{spread}" if seen else ""
-
-
-def others(found: Runs) -> str:
-    """The table of the tasks with one seed, in Markdown."""
-    from bochner import tasks
-
-    lines = ["| task | without learning | " + " | ".join(f"`{a}`" for a in BESIDE) + " |", "|---" * 7 + "|"]
-    for task, without in OTHERS.items():
-        metric = tasks.task(task).metric
-        cells = [found.get(f"{task}/{a}/0") for a in BESIDE]
-        shown = ["not run" if c is None else UNITS[metric].format(c[metric]).replace("%", " %") for c in cells]
-        lines.append(" | ".join([f"| `{task}`", without, *shown]) + " |")
-    return "\n".join(lines)
+    """A table in Markdown for each task that needs attention: peers, and of the others what ran twice."""
+    parts = []
+    for task in (t for t in COLUMNS if say_gate(found, t) == "attention decides"):
+        seen = {a: seeds_of(found, task, a) for a in ATTENTIONS}
+        shown = {a: s for a, s in seen.items() if len(s) > (a not in (*PEERS, "identity"))}
+        bits = COLUMNS[task] == "bits"
+        unit = "bits per byte" if bits else "accuracy, %"
+        parts.append(ranked(task, unit, shown, digits=3 if bits else 1, larger=not bits))
+    return "\n\n".join(parts)
 
 
 def draw(found: Any) -> None:

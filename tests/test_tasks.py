@@ -216,6 +216,13 @@ def test_blocks_are_the_text_in_order() -> None:
     assert torch.cat([blocks[i]["input_ids"] for i in range(4)]).tolist() == [i + base.SPECIAL for i in range(20)]
 
 
+def test_blocks_to_test_on_are_spread_over_the_text() -> None:
+    preset = tasks.preset_of(tasks.task("lm"), "small", length=4, test=3)
+    rows = text._blocks(np.arange(42, dtype=np.uint8), preset, "test").tokens.reshape(-1, 4)
+    assert rows.tolist() == [[4 * i + j for j in range(4)] for i in (0, 4, 9)]
+    assert len(text._blocks(np.arange(42, dtype=np.uint8), preset, "train")) == 10
+
+
 @pytest.mark.parametrize("kind", ["classify", "masked", "causal"])
 def test_figures_agree_with_a_loop(kind: str) -> None:
     g = torch.Generator().manual_seed(0)
@@ -224,7 +231,8 @@ def test_figures_agree_with_a_loop(kind: str) -> None:
     labels = torch.randint(5, shape[:-1], generator=g)
     if kind != "classify":
         labels[:, 6:] = base.IGNORE
-    found = np.concatenate([base.figures(kind, logits[i : i + 2], labels[i : i + 2]).numpy() for i in (0, 2, 4)])
+    task = next(t for t in tasks.TASKS.values() if t.kind == kind)
+    found = np.concatenate([base.figures(task, logits[i : i + 2], labels[i : i + 2]).numpy() for i in (0, 2, 4)])
     losses, hits = [], []
     for i in range(6):
         for t in range(1 if kind == "classify" else 9):
@@ -246,8 +254,8 @@ def test_figures_agree_with_a_loop(kind: str) -> None:
 def test_error_rate_counts_edits_of_the_greedy_reading() -> None:
     path = torch.tensor([[1, 1, 0, 1, 2, 2, 0], [3, 0, 0, 0, 0, 0, 0]])  # reads 1 1 2, and 3
     labels = torch.tensor([[1, 2, -100], [4, 3, 5]])
-    found = base.figures("ctc", torch.nn.functional.one_hot(path, 6).float(), labels).numpy()
-    assert found[:, 0].tolist() == [[1.0, 2.0], [2.0, 3.0]]
+    found = base.figures(tasks.task("speech"), torch.nn.functional.one_hot(path, 6).float(), labels).numpy()
+    assert found.tolist() == [[1.0, 2.0], [2.0, 3.0]]
     assert base.summary("ctc", found) == {"error_rate": 3 / 5}
 
 
@@ -557,16 +565,13 @@ def test_byte_pairs_are_merged_in_order_and_give_every_text_back(
 
 def test_bits_are_counted_by_the_bytes_of_the_symbols() -> None:
     g = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(2, 5, 4, generator=g), torch.tensor([[4, 5, 6, 7, 5], [4, 6, 6, -100, -100]]) - 4
-    labels[labels < 0] = base.IGNORE
+    logits, labels = torch.randn(2, 5, 8, generator=g), torch.tensor([[4, 5, 6, 7, 5], [4, 6, 6, -100, -100]])
     sizes = np.array([1, 2, 3, 7])
     task = dataclasses.replace(tasks.task("lm_bpe"), sizes=lambda: sizes)
-    found = base.figures("causal", logits, labels).numpy()
-    ids = np.where(labels.numpy() < 0, labels.numpy(), labels.numpy() + base.SPECIAL)
-    out = base.summary("causal", found, base.label_sizes(task, ids))
+    out = base.summary("causal", base.figures(task, logits, labels).numpy())
     pairs = [(i, t) for i in range(2) for t in range(1, 5) if labels[i, t] >= 0]
     nats = sum(-logits[i, t - 1].log_softmax(-1)[labels[i, t]].item() for i, t in pairs)
-    counted = sum(sizes[labels[i, t]] for i, t in pairs)
+    counted = sum(sizes[labels[i, t] - base.SPECIAL] for i, t in pairs)
     assert counted == 2 + 3 + 7 + 2 + 3 + 3
     assert out["bits"] == pytest.approx(nats / math.log(2) / counted, rel=1e-5)
     assert out["perplexity"] == pytest.approx(math.exp(nats / len(pairs)), rel=1e-5)

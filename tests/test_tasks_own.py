@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,33 @@ def registry_as_before() -> Any:
     yield
     FEATURE_MAPS.clear()
     FEATURE_MAPS.update(before)
+
+
+@pytest.mark.parametrize("report", [None, "bar"])
+def test_no_library_talks_beside_the_training(report: str | None, tmp_path: Path, capfd: Any) -> None:
+    """transformers shows a bar for every file it writes, and advice."""
+    sizes: dict[str, Any] = {"length": 9, "steps": 3, "batch": 4, "test": 8, "data": {"symbols": 4}}
+    bochner.train("copying", "relu", output=tmp_path, report=report, **sizes)
+    said = capfd.readouterr().err
+    assert "model shards" not in said
+    assert "[transformers]" not in said
+    assert bool(said) == (report is not None)
+
+
+def test_a_score_that_is_no_number_is_said_to_be_none(tmp_path: Path) -> None:
+    def metric(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.full((len(labels),), torch.nan)
+
+    with pytest.raises(BochnerError, match="The 'score' of the task 'first' is not a number on its test split"):
+        bochner.train(own(metric=metric), output=tmp_path / "metric", report=None)
+    assert math.isnan(base.summary("causal", np.zeros((2, 4)))["loss"])  # not one position counts
+
+
+@pytest.mark.parametrize("kind", ["classify", "causal"])
+def test_a_sequence_may_be_as_short_as_one_likes(kind: str) -> None:
+    task, sizes = own(kind=kind), replace(SIZES, length=3, positions="learned")
+    model = tasks.build(task, sizes, tasks.choose(task, "relu", sizes))
+    assert model(input_ids=torch.full((2, 3), SPECIAL)) is not None
 
 
 def test_a_task_and_a_map_of_ones_own_are_trained_by_one_call(tmp_path: Path) -> None:
@@ -212,6 +240,10 @@ def test_a_function_is_a_map_and_a_module_learns_in_every_layer(tmp_path: Path) 
     result = bochner.train(own(), growing, output=tmp_path, report=None)
     assert result["attention"] == "growing"
     assert bochner.train(own(), growing, output=tmp_path, report=None, resume=True) == result
+    growing.__name__ = "relu"  # as a map of the library, which stays what it is
+    assert (models.map_name(growing), models.map_name(growing)) == ("reluCall", "reluCall")
+    assert isinstance(bochner.feature_map("relu", dim=4, num_features=8), FEATURE_MAPS["relu"])
+    assert FEATURE_MAPS["relu"].__module__.startswith("bochner.maps.")
     preset, shared = replace(SIZES, layers=2), Doubled()
     model = tasks.build(own(), preset, tasks.choose(own(), models.map_name(shared), preset))
     parts = [m for m in model.modules() if isinstance(m, Doubled)]

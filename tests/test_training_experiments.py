@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from bochner import data, tasks
 
 
 @pytest.fixture
-def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experiments can be imported, each once: other tests may have left some of them behind."""
+def experiments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The experiments can be imported, each once: other tests may have left some of them behind, and these do not."""
     folder = Path(__file__).parent.parent / "experiments"
     monkeypatch.syspath_prepend(str(folder))
     for path in folder.glob("*.py"):
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    yield
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def test_diagonal_and_vertical_heads_are_told_apart(experiments: None) -> None:
@@ -231,11 +235,42 @@ def test_recall_by_the_trainer_is_judged_by_its_seeds(experiments: None) -> None
     closed = train_recall.judge(runs(exact=(0.2, 0.5, 0.9), identity=(0.02, 0.01, 0.02), **fixed))
     assert closed.why.startswith("attention does not decide copying; learned kernels have not run")
     assert train_recall.judge(runs(**levels, **fixed, gmm_prf=(0.5, 0.5))).verdict == "fails"  # two seeds are not all
+    assert (
+        train_recall.judge(runs(exact=(1.0, 1.0), **fixed)).why == "not judged: copying"
+    )  # no model without attention
     shown = train_recall.table(tie | {"recall/exact/0": {"accuracy": 1.0}, "copying/fnet/0": {"accuracy": 0.5}})
-    assert shown.splitlines()[0] == "| attention | copying |"  # the others are not decided
-    assert "| `gmm_prf` | 53.0 ± 2.0 |" in shown
+    assert shown.splitlines()[0] == "| copying | accuracy, % | seeds |"  # the others are not decided
+    assert "| `gmm_prf` | 53.0 ± 2.0 | 3 |" in shown
     assert "fnet" not in shown
     assert train_recall.seeds_of({"copying/trig/0": {"stopped": "nan"}}, "copying", "trig") == [100 / 64]
     cells = train_recall.wanted()
     assert len(cells) == len(set(cells))
     assert "recall_causal/linformer/0" not in cells
+    assert "recall/decay+relu/0" not in cells
+    assert "recall_causal/decay+relu/2" in cells
+
+
+def test_softmax_and_kernels_on_six_tasks_are_judged_by_their_seeds(experiments: None) -> None:
+    import train_beside
+
+    def runs(row: str, figure: str, **rows: tuple[float, ...]) -> dict[str, Any]:
+        return {f"{row}/{name}/{s}": {figure: x} for name, seeds in rows.items() for s, x in enumerate(seeds)}
+
+    trivial = dict.fromkeys(train_beside.ROWS, 0.3)
+    found: dict[str, Any] = {"without learning": {**trivial, "lm_bpe": 3.0, "pixels": 6.9}}
+    found |= runs("lm_bpe", "bits", exact=(2.2, 2.21), identity=(2.5, 2.51), positive=(2.4, 2.41), gmm_prf=(2.3, 2.31))
+    found |= runs("nli", "accuracy", exact=(0.6, 0.61), identity=(0.59, 0.61), relu=(0.6, 0.6))
+    gates = train_beside.gates(found)
+    assert [train_beside.say_gate(gates[r]) for r in ("lm_bpe", "nli", "pixels")] == [
+        *("decides", "not needed", "not judged: one seed"),
+    ]
+    assert train_beside.learned_or_fixed(found, "lm_bpe") == pytest.approx((0.1, 0.00707), abs=1e-4)
+    assert train_beside.learned_or_fixed(found, "nli") is None
+    assert "a learned kernel beats the best fixed one in lm_bpe; cells are missing in" in train_beside.judge(found).why
+    shown = train_beside.table(found)
+    assert "| lm_bpe (bits) | 3.000 | `exact` 2.205 ± 0.007, `gmm_prf` 2.305 ± 0.007, `positive` 2.405" in shown
+    assert "pixels" not in shown  # what was not run has no row
+    cells = train_beside.wanted()
+    assert len(cells) == len(set(cells)) == len(train_beside.ROWS) * len(train_beside.ATTENTIONS) * 3
+    begun = {a: cells.index(f"pretraining/{a}/0") for a in train_beside.ATTENTIONS}
+    assert all(cells.index(f"nli, pretrained/{a}/0") > i for a, i in begun.items())

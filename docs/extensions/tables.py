@@ -457,19 +457,21 @@ def train_table() -> Any:
 def needed() -> str:
     """Which tasks need attention: exact attention against none at all and against the best trivial answer."""
     found, module = experiment("train_table"), train_table()
+    spread = importlib.import_module("_training").spread
     rows = []
     for task, kind in module.COLUMNS.items():
         digits = 2 if kind == "bits" else 1
-        exact, none = (module.cell(module.seeds_of(found, task, a), digits) for a in ("exact", "identity"))
+        exact, none = (spread(module.seeds_of(found, task, a), digits) for a in ("exact", "identity"))
         best = module.trivial(task)
         shown = "no such answer" if best is None else f"{best:.{digits}f}"
-        rows.append([task, exact or "not run", none or "not run", shown, module.say_gate(found, task)])
+        if exact and none:
+            rows.append([task, exact, none, shown, module.say_gate(found, task)])
     return table(["task", "`exact`", "`identity`", "without learning", "verdict"], rows)
 
 
 def training() -> str:
     found, module = experiment("train_table"), train_table()
-    return str(module.table(found).split("\n\n")[0])
+    return str(module.table(found))
 
 
 def recall() -> str:
@@ -487,12 +489,9 @@ def recall() -> str:
                 if m in (size, "0"):
                     cells[i] = f"{100 * statistics.mean(seen):.1f}{spread}"
     signed = ("gmm_rks", "fastfood_rks", "generative_rks", "sum_poly")
-    whole = {name: cells for name, cells in rows.items() if cells[sizes.index("8")] and name not in signed}
+    whole = {name: cells for name, cells in rows.items() if all(cells) and name not in signed}
     order = sorted(whole, key=lambda n: -float(whole[n][sizes.index("8")].split()[0]))
-    lines = [
-        [f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *(c or "not run" for c in whole[n])]
-        for n in order
-    ]
+    lines = [[f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *whole[n]] for n in order]
     lines.append(["prediction by rank", *(f"{100 * found['rank'][m]:.1f}" for m in sizes)])
     return table(["attention", *(f"m = {m}" for m in sizes)], lines)
 
@@ -500,6 +499,11 @@ def recall() -> str:
 def trained_recall() -> str:
     train_table()  # its folder can be imported from
     return str(importlib.import_module("train_recall").table(experiment("train_recall")))
+
+
+def six_tasks() -> str:
+    train_table()
+    return str(importlib.import_module("train_beside").table(experiment("train_beside")))
 
 
 def training_papers() -> str:
@@ -717,6 +721,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-needed": needed,
     "recall": recall,
     "training-recall": trained_recall,
+    "training-beside": six_tasks,
     "training-papers": training_papers,
     "transfer": transfer,
     "feedforward": feedforward,

