@@ -1,7 +1,7 @@
 """Figure 4 (left) of *Hybrid Random Features*, in small: policies with implicit attention, by imitation.
 
 A world is a picture of 100 cells and a bar of ten below it. The picture has the walls of one of four floor plans and
-four goals of different colours; the bar has one coloured cell, the cue, somewhere. An agent must reach the goal of that
+three goals of different colours; the bar has one coloured cell, the cue, somewhere. An agent must reach the goal of that
 colour and touch no other. Policies read the 110 cells as a sequence through two layers of attention; the row of the
 cell in which the agent stands says where to go. They imitate a planner that knows all shortest paths.
 
@@ -27,11 +27,11 @@ from bochner.maps.hybrid import AngularHybridFeatures, GaussianHybridFeatures
 
 PLANS = (
     "########## #........# #........# #........# #........# #........# #........# #........# #........# ##########",
-    "########## #...#....# #...#....# #........# #...#....# #...#....# #...#....# #........# #...#....# ##########",
-    "########## #....#...# #........# #....#...# ##.####### #....#...# #....#...# #........# #....#...# ##########",
-    "########## #........# #.######.# #.#....... #.#.####.# #...#....# #.####.#.# #......#.# #........# ##########",
+    "########## #...#....# #........# #........# #...#....# #...#....# #...#....# #........# #........# ##########",
+    "########## #........# #........# #........# #..####..# #........# #........# #........# #........# ##########",
+    "########## #........# #........# #.##..##.# #........# #........# #.##..##.# #........# #........# ##########",
 )
-SIDE, GOALS, COLOURED = 10, 4, 8
+SIDE, GOALS, COLOURED = 10, 3, 8
 CELLS = SIDE * SIDE + SIDE  # with the bar
 FLOOR, WALL, GOAL, BAR, CUE = range(5)
 NO_COLOUR = COLOURED
