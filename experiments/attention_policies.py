@@ -1,9 +1,9 @@
 """Figure 4 (left) of *Hybrid Random Features*, in small: policies with implicit attention, by imitation.
 
 A world is a picture of 100 cells and a bar of ten below it. The picture has the walls of one of four floor plans and
-three goals of different colours; the bar has one coloured cell, the cue, somewhere. An agent must reach the goal of that
-colour and touch no other. Policies read the 110 cells as a sequence through two layers of attention; the row of the
-cell in which the agent stands says where to go. They imitate a planner that knows all shortest paths.
+three goals of different colours; the bar has one coloured cell, the cue, somewhere. An agent must reach the goal of
+that colour and touch no other. Policies read the 110 cells as a sequence through two layers of attention; the row of
+the cell in which the agent stands says where to go. They imitate a planner that knows all shortest paths.
 
 Two policies without attention stand beside: `uniform`, where each cell sees the mean of all, and `none`. The claim is
 put to the test only if exact attention solves 90 % of unseen worlds, and neither of these does.
