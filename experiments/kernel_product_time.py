@@ -168,7 +168,7 @@ def judge(found: Any) -> Said:
         + table({f"{int(n):,}": {"kernel values over n^2": f"{x:.2f}"} for n, x in shares.items()}, "n")
         + "Pairs hashed over n^2 to find nine of ten pairs at the border of heavy, each family at its best:"
         + table(hashes(found["hashing"]), "points, n")
-        + "With a tail either is the smaller part of the kernel values above: better hashes would not save the product.",
+        + "With a tail either is the smaller part of the kernel values above, and better hashes would not save it.",
         graded(within and fast, within),
         "the error is kept, the time is not. With a real tail every row asks for more draws than there are keys and is "
         "summed exactly, which is quadratic. Only without one is the exponent below 2. n^(1/3) log n hash tables put "
