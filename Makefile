@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS := hf,train,sklearn,dask,cli,report,bench,docs,test,lint
+EXTRAS := hf,train,sklearn,dask,cli,report,bench,control,docs,test,lint
 # The pins need Python 3.11; on 3.10 the oldest supported versions are installed.
 CONSTRAINTS ?= $(shell $(PYTHON) -c 'import sys; print("constraints.txt" if sys.version_info >= (3, 11) else "constraints-min.txt")' 2>/dev/null)
 STAMP := $(VENV)/.installed

@@ -16,7 +16,7 @@ RUNS = ROOT / "runs"
 SAME = ("steps", "length", "width", "layers", "batch", "learning_rate")  # a run with other sizes is another run
 
 
-def trained(task: Any, attention: str, where: str, **options: Any) -> dict[str, Any]:
+def trained(task: str, attention: str, where: str, **options: Any) -> dict[str, Any]:
     """The result of a run, which goes on where it was stopped."""
     result: dict[str, Any] = tasks.train(task, attention, output=folder(where), resume=True, report=None, **options)
     return result

