@@ -136,8 +136,8 @@ def divergence(one: Model, other: Model, held: Tensor, count: int = 2000) -> flo
     "uniform sampling.",
     items=("001 Figure 10",),
     paper="Penn Treebank, LSTM of width 200, 1,024 features, hybrids 128 x 8, 40 draws, 80 epochs, 25 runs",
-    ours="Brown corpus, keys of 64. With 1,024 features, hybrids 128 x 8 and 40 draws one epoch and one run; with 64 "
-    "features, hybrids 8 x 8 and 20 draws 0.1 epoch and 3 runs",
+    ours="Brown corpus, keys of 64. One run of one epoch has 1,024 features, hybrids 128 x 8 and 40 draws. Three runs "
+    "of 0.1 epoch have 64 features, hybrids 8 x 8 and 20 draws",
     quick={"steps": 100, "seeds": 1, "names": ("uniform", "tree", "FAVOR+, as the paper")},
 )
 def measure(
