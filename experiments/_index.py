@@ -95,7 +95,7 @@ PAPERS = (
         Item("Figure 8", "softmax of a language model, WikiText-2", "softmax_metrics", baseline="trig, FAVOR+ of eq. (3)"),
         Item("Table 5", "softmax of a language model, WikiText-2", "softmax_metrics", baseline="trig, FAVOR+ of eq. (3)"),
         Item("Figure 9", "lengths of keys and queries held near 1 by eq. (105)", "softmax_metrics", "partly", "histograms of another model on another corpus; the paper claims no figure", baseline="the histograms that the paper shows"),
-        Item("Figure 10", "training with a sampled softmax", "sampled_softmax", baseline="exact training, uniform sampling", page="sampling.md", limits="64 features for 1,024, 20 draws for 40, 0.1 epoch for 80. At the paper's sizes, `--set size=paper steps=5200 seeds=1`, one epoch takes about half an hour of a core by the seconds of a step"),
+        Item("Figure 10", "training with a sampled softmax", "sampled_softmax", baseline="exact training, uniform sampling", page="sampling.md", limits="keys of 64 for 200, one epoch for 80, one run for 25, the Brown corpus for Penn Treebank. `--set path=FILE` takes another corpus"),
         untried("Figure 11", "camera image of the manipulation task", "an illustration of the task"),
     )),
     Paper("002", "Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions (2025)", (
@@ -177,7 +177,6 @@ BEYOND = {
     "landmark_ablations": ("what each part of the landmark fit is worth", "which-map.md"),
     "landmark_frontier": ("features fitted to the heads", "which-map.md"),
     "long_context": ("a decoder over a whole book", "results-models.md"),
-    "minilm_heads": ("features on the heads of a real model", "which-map.md"),
     "minilm_target": ("an encoder converted to a target", "speed-up-an-encoder.md"),
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
     "needles": ("needles found with a smaller cache", "shrink-a-cache.md"),
@@ -194,7 +193,6 @@ BEYOND = {
     "train_beside": ("softmax and kernels on six more tasks", "results-attention.md"),
     "train_recall": ("recall and copying by the trainer", "results-attention.md"),
     "train_tis": ("a published, trained Performer with our attention inside", "train-a-performer.md"),
-    "window_kinds": ("block windows against sliding ones", "how-it-works.md"),
 }
 # Pictures of experiments that have others, or more, than their own name.
 PICTURES = {

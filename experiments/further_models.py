@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, kept
 from torch import Tensor
 
 from bochner import BochnerWarning, Recipe, Target, convert, data
@@ -195,8 +195,6 @@ def judge(found: Any) -> Said:
         f"{n}: kept {row['kept']:.3f} with {row['converted_layers']} of {row['layers']} layers converted"
         for n, row in found.items()
     )
-    kept, missed = all(row["kept"] >= 0.98 for row in found.values()), [n for n, row in found.items() if not row["met"]]
+    good, missed = all(row["kept"] >= 0.98 for row in found.values()), [n for n, row in found.items() if not row["met"]]
     left = f"left alone, since nothing faster keeps it: {', '.join(missed)}" if missed else ""
-    return Said(
-        f"{told}{'; ' + left if left else ''}.", "holds" if kept else "fails", "" if kept else "a target is missed"
-    )
+    return Said(f"{told}{'; ' + left if left else ''}.", kept(good), "a target is missed")

@@ -36,6 +36,10 @@ experiment: `python experiments/run.py NAME`.
 | not tested | was run on a task in which the method under test does nothing |
 | not tried | was not run, for the reason given |
 
+A result is stale if a function that made it has changed since, or if it is older than the record of its functions. Its
+figures may then differ in small ways from those of today's code. `python experiments/run.py --status` says which
+results are stale, and by which functions.
+
 The [errata](errata.md) say what is wrong in the papers.
 """
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, kept
 from _searches import retained
 from torch import nn
 
@@ -101,12 +101,12 @@ def judge(found: Any) -> Said:
     # The same model a second time tells what a ratio is good for.
     short = [t["converted"] / max(t["original"], t["the same"]) for t in found["its own"]["seconds"].values()]
     times = {n: t["converted"] / t["original"] for n, t in found["tiled"]["seconds"].items()}
-    kept, longest = found["tiled"]["report"]["verified"], max(times, key=int)
+    verified, longest = found["tiled"]["report"]["verified"], max(times, key=int)
     good = found["tiled"]["report"]["met"] and max(short) < 1.01 and times[longest] < 1
     return Said(
         f"time over the original's, whole model: at most {max(short):.3f} up to 512 tokens; tiled, "
         + ", ".join(f"{int(n):,} tokens {x:.2f}" for n, x in times.items())
-        + f"; kept {retained(kept):.3f} at {kept['length']:,} tokens.",
-        "holds" if good else "fails",
-        "" if good else "slower at a length, or the target is missed",
+        + f"; kept {retained(verified):.3f} at {verified['length']:,} tokens.",
+        kept(good),
+        "slower at a length, or the target is missed",
     )

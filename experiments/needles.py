@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _framework import Said, Store, experiment, table
+from _framework import Said, Store, experiment, kept, table
 from _pictures import COLOURS, figure, save
 from decoder_texts import ROUNDED, converted, rounding
 
@@ -82,8 +82,8 @@ def judge(found: Any) -> Said:
     return Said(
         f"the original scores {said}."
         + table({name: {"lost of what it finds": f"{share:.0%}"} for name, share in shares.items()}, "cache"),
-        "holds" if good else "fails",
-        "" if good else f"{shares[chosen]:.0%} of what the original finds is lost with {chosen}",
+        kept(good),
+        f"{shares[chosen]:.0%} of what the original finds is lost with {chosen}",
     )
 
 

@@ -54,7 +54,7 @@ def bias(projection: str, d: int, draws: int) -> tuple[float, float]:
     items=("003 Algorithm 1",),
     paper="no figure; m <= d",
     ours="d = 3 to 32, m = d, 20,000 draws",
-    quick={"draws": 8_000},
+    quick={"draws": 2_000},
 )
 def measure(store: Store, draws: int = 20_000) -> None:
     for name in [*PROJECTIONS, UNSIGNED]:

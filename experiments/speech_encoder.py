@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, kept
 from torch import Tensor
 
 from bochner import Recipe, Target, convert, data
@@ -190,6 +190,6 @@ def judge(found: Any) -> Said:
         "word error rate to the original's transcript: "
         + ", ".join(f"{n} {row['word_error_rate']:.3f}" for n, row in rates.items())
         + f"; the target retains {target['kept']:.1%} on validation pieces.",
-        "holds" if good else "fails",
-        "" if good else "the kernel does not pay, or the target is missed",
+        kept(good),
+        "the kernel does not pay, or the target is missed",
     )

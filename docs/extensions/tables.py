@@ -320,19 +320,14 @@ def certified() -> str:
 
 
 def window_kinds() -> str:
-    found = {
-        (r["beside"], r["kind"]): r for r in experiment("window_kinds")["rows"] if r["model"].startswith("SmolLM2")
-    }
+    found = {row["recipe"]: row["ratio_long"] for row in experiment("smollm_recipes")["rows"]}
     names = {
-        "alone": "window and sinks",
-        "landmark m=64": "and `landmark`, m = 64",
-        "alone, 10 % exact heads": "and 10 % of the heads exact",
-        "landmark m=64, 10 % exact heads": "and both",
+        "window + sinks": "window and sinks",
+        "window + sinks + landmark m=64": "and `landmark`, m = 64",
+        "window + sinks, 10 % exact": "and 10 % of the heads exact",
+        "window + sinks + landmark m=64, 10 % exact": "and both",
     }
-    rows = [
-        [label, *(f"{found[key, kind]['perplexity_ratio']:.3f}" for kind in ("sliding", "block"))]
-        for key, label in names.items()
-    ]
+    rows = [[label, f"{found[name]:.3f}", f"{found[f'{name}, blocks']:.3f}"] for name, label in names.items()]
     return table(["heads", "sliding window", "blocks"], rows)
 
 
