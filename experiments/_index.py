@@ -58,7 +58,7 @@ ONE_THREAD = "the paper's sizes on one thread, one sequence a step, lengths up t
 PAPERS = (
     Paper("000", "Data Mining Problems (Lucyszyn, 2025)", (
         Item("Section 1.3", "time of exact and sketched polynomial attention", "polynomial_timings", baseline="exact kernel"),
-        statement("Results 1, 2", "sum decomposition is unbiased; its error", "partly", "test_sum_decomposition_is_unbiased_with_its_mse", "test_000_eq_7_lacks_a_square", why="unbiased as stated; eq. 7 lacks a square"),
+        statement("Results 1, 2", "sum decomposition is unbiased; its error", "partly", "test_sum_decomposition_has_its_error", "test_000_eq_7_lacks_a_square", why="unbiased as stated; eq. 7 lacks a square"),
         statement("Results 3, 4", "absolute and relative errors of sum decomposition, and their tails", "partly", "test_chebyshev_bounds_the_tails_of_polynomial_features", "test_features_for_a_tail_keep_it", why="hold with the corrected error of Result 2"),
         statement("Result 5", "TensorSketch is unbiased; a bound of its error", "partly", "test_tensor_sketch_has_its_exact_error", "test_000_eq_21_is_false_and_avrons_bound_holds", "test_000_eq_16_needs_more_than_pairwise_independent_signs", why="unbiased; the bound of eq. 21 is false beyond degree 1, and signs must be 4-wise independent"),
         statement("Results 6, 7", "absolute and relative errors of TensorSketch, and their tails", "partly", "test_chebyshev_bounds_the_tails_of_polynomial_features", "test_features_for_a_tail_keep_it", why="false as printed, for they rest on eq. 21; hold with the exact variance"),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from stats import check_mean, check_mse
+from stats import check_mean, check_mse, check_mse_at_most
 
 from bochner import feature_map, kernel_estimate, theory
 from bochner._checks import BochnerError
@@ -36,6 +36,31 @@ def angular(t: torch.Tensor) -> torch.Tensor:
 
 
 # Complex exponential estimators
+
+
+def _matrix(seed: int, complex_: bool) -> torch.Tensor:
+    A = torch.eye(D, dtype=torch.float64) + 0.3 * normal(D, D, seed=seed)
+    return A + 0.3j * normal(D, D, seed=seed + 1) if complex_ else A
+
+
+CHOICES = {
+    "scalar": torch.tensor(0.8 + 0.3j),
+    "diagonal": torch.tensor([1.0, 0.7 + 0.5j, 1.3, 0.9 - 0.2j], dtype=torch.complex128),
+    "real": _matrix(1, False),
+    "dense": _matrix(3, True),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_complex_estimators_have_their_error(name: str) -> None:
+    A, m = CHOICES[name], 4
+    full = A.to(torch.complex128) * torch.eye(D) if A.ndim < 2 else A.to(torch.complex128)
+    p, q = X.to(full.dtype) @ full.T, Y.to(full.dtype) @ torch.linalg.inv(full)
+    c = torch.exp(-(p * p + q * q).sum(-1) / 2)
+    w = normal(300_000, m, D)
+    samples = (c * torch.exp(w.to(full.dtype) @ (p + q).T)).real.mean(-2)
+    check_mean(samples, SM)
+    check_mse(samples, SM, theory.mse_complex(X, Y, m, A), detect=0.2)
 
 
 def test_complex_estimators_are_exact_at_their_centres() -> None:
@@ -75,6 +100,24 @@ def test_gaussian_coefficient_has_its_moments(n: int) -> None:
     check_mean(lam.square(), moments.square)
     check_mean((1 - lam).square(), moments.complement)
     check_mean(lam * (1 - lam), moments.cross, scale=torch.ones(3))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("coefficient", ["angular", "gaussian"])
+def test_hybrids_have_their_error(coefficient: str, shared: bool) -> None:
+    m, n, draws = 3, 2, 300_000
+    w = normal(draws, m, D, seed=1)
+    v = w if shared else normal(draws, m, D, seed=2)
+    t = normal(draws, n, D, seed=3)
+    if coefficient == "angular":
+        lam = angular(t)
+        mse = theory.mse_angular_hybrid(X, Y, m, n, shared=shared)
+    else:
+        lam = (1 - torch.cos(t @ (X - Y).T).mean(-2)) / (1 - math.exp(-2 * 0.7**2))
+        mse = theory.mse_gaussian_hybrid(X, Y, m, n, radius=0.7, shared=shared)
+    samples = lam * hyperbolic(w) + (1 - lam) * trig(v)
+    check_mean(samples, SM)
+    check_mse(samples, SM, mse, detect=0.2)
 
 
 def test_shared_projections_reduce_the_error_of_inputs_of_unequal_norm() -> None:
@@ -192,6 +235,16 @@ def test_initial_mixture_kernels_are_softmax_and_gaussian() -> None:
     assert torch.allclose(theory.gmm_rks(X, Y, zero, one), theory.kernel_value(X, Y, kernel="gaussian"))
 
 
+def test_fourier_error_covers_the_laplace_mask() -> None:
+    m, delta = 4, 0.8
+    u = torch.rand(150_000, m, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    w = torch.tan(math.pi * (u - 0.5)) / delta
+    samples = torch.cos(w @ (X - Y).T).mean(-2)
+    size = (X - Y).abs().sum(-1) / delta
+    check_mean(samples, torch.exp(-size))
+    check_mse(samples, torch.exp(-size), theory.mse_fourier(torch.exp(-size), torch.exp(-2 * size), m))
+
+
 # Polynomial kernels
 
 
@@ -211,6 +264,14 @@ def tensor_sketch(x: torch.Tensor, y: torch.Tensor, n: int, m: int, draws: int, 
         sketch = torch.zeros(draws, n, m, dtype=torch.float64).scatter_add_(-1, h, sign * v)
         out.append(torch.fft.ifft(torch.fft.fft(sketch).prod(1)).real)
     return (out[0] * out[1]).sum(-1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sum_decomposition_has_its_error(n: int) -> None:
+    x, y = torch.tensor([0.9, -0.6, 0.8, 0.5]).double(), torch.tensor([0.8, 0.2, 0.9, 0.4]).double()
+    samples = sum_poly(x, y, n, 3, 200_000)
+    check_mean(samples, (x @ y) ** n, detect=0.05)
+    check_mse(samples, (x @ y) ** n, theory.mse_sum_poly(x, y, 3, n))
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 8])
@@ -434,3 +495,10 @@ def test_bad_input_is_one_clear_sentence(call, words: str) -> None:
     with pytest.raises(BochnerError, match=words) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_avrons_bound_is_respected_by_samples() -> None:
+    x = torch.full((8,), 8**-0.5, dtype=torch.float64)
+    for n in [2, 3]:
+        samples = tensor_sketch(x, x, n, 64, 50_000)
+        check_mse_at_most(samples, 1.0, theory.tensor_sketch_bound(x, x, 64, n))

@@ -17,7 +17,9 @@ Y = torch.tensor([[0.2, 0.1, -0.1, 0.3], [0.2, 0.3, 0.1, 0.0], [-0.3, 0.4, 0.1, 
 D = X.shape[-1]
 M = 4
 SM = torch.exp((X * Y).sum(-1))
+GAUSS = torch.exp(-(X - Y).square().sum(-1) / 2)
 LAMBDA = torch.exp(-(X.square().sum(-1) + Y.square().sum(-1)) / 2)
+KERNELS = {"softmax": SM, "gaussian": GAUSS}
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,8 +47,28 @@ def positive(w: torch.Tensor) -> torch.Tensor:
     return torch.exp(w @ (X + Y).T).mean(-2) * LAMBDA
 
 
+def hyperbolic(w: torch.Tensor) -> torch.Tensor:
+    return torch.cosh(w @ (X + Y).T).mean(-2) * LAMBDA
+
+
 def regularized(w: torch.Tensor) -> torch.Tensor:
     return positive(w / w.norm(dim=-1, keepdim=True) * math.sqrt(D))
+
+
+def dense(w: torch.Tensor, a: torch.Tensor, U: torch.Tensor) -> torch.Tensor:
+    weight = torch.prod(1 - 4 * a).sqrt() * torch.exp(2 * (w.square() * a).sum(-1))
+    return (weight[..., None] * torch.exp((w * (1 - 4 * a).sqrt()) @ U.T @ (X + Y).T)).mean(-2) * LAMBDA
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+@pytest.mark.parametrize("projection", ["iid", "orthogonal"])
+@pytest.mark.parametrize("name", ["trig", "positive", "hyperbolic"])
+def test_errors_equal_their_closed_form(name: str, projection: str, kernel: str) -> None:
+    truth = KERNELS[kernel]
+    samples = {"trig": trig, "positive": positive, "hyperbolic": hyperbolic}[name](draw(projection)) * truth / SM
+    mse = getattr(theory, f"mse_{name}")(X, Y, M, kernel=kernel, projection=projection)
+    check_mean(samples, truth, detect=0.05)
+    check_mse(samples, truth, mse, detect=0.2)
 
 
 @pytest.mark.parametrize("m", [1, 3, 6, 8])
@@ -63,6 +85,22 @@ def test_orthogonal_trig_error_holds_far_apart(scale: float) -> None:
     truth = torch.exp(-(scale * (X - Y)).square().sum(-1) / 2)
     mse = theory.mse_trig(scale * X, scale * Y, M, kernel="gaussian", projection="orthogonal")
     check_mse(samples, truth, mse, detect=0.1)
+
+
+@pytest.mark.parametrize("projection", ["iid", "orthogonal"])
+def test_optimal_features_have_their_error(projection: str) -> None:
+    w, A = draw(projection), -0.08
+    a = torch.full((D,), A, dtype=torch.float64)
+    samples = dense(w, a, torch.eye(D, dtype=torch.float64))
+    check_mean(samples, SM)
+    check_mse(samples, SM, theory.mse_optimal(X, Y, M, A, projection=projection), detect=0.1)
+
+
+def test_dense_features_have_their_error() -> None:
+    a, U = theory.dense_a(second_moment_of_sum(X, Y))
+    samples = dense(draw("iid"), a, U)
+    check_mean(samples, SM)
+    check_mse(samples, SM, theory.mse_dense(X, Y, M, a, U), detect=0.1)
 
 
 @pytest.mark.parametrize("projection", ["iid", "orthogonal"])

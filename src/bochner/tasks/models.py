@@ -401,7 +401,7 @@ def plain_masks_(model: nn.Module) -> None:
     def unpack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Mask):
-            keep = None if mask.keep is None else mask.keep.bool()[:, None, None, :]
+            keep = None if mask.padding is None else ~mask.padding[:, None, None, :]
             kwargs = {**kwargs, "attention_mask": keep}
         return args, kwargs
 
