@@ -39,7 +39,7 @@ class Mask:
 
     `padding` (b, s): which of the first `length` keys do not count, None for none; `is_causal`: whether later ones are
     hidden from earlier rows; `segments` (b, n): the sequence that each token of a packed batch belongs to; `obstacle`:
-    what of the mask these do not say. `asked`: the arguments of the mask function, from which the original mask is made.
+    what of the mask these do not say. `asked`: the mask function's arguments, from which the original mask is made.
     """
 
     padding: Tensor | None
