@@ -37,7 +37,7 @@ def houses(rows: int) -> tuple[np.ndarray, np.ndarray]:
     claim="Ours: regression wants the bandwidth of `auto`, densities that of `scott`. The median distance is far too "
     "wide for a density. Raw columns need no scaling by hand.",
     ours="2,000 rows of California houses to fit, 2,000 others to measure",
-    quick={"rows": 400, "sigmas": (0.5, 1.5, 4.0)},
+    quick={"rows": 600, "sigmas": (0.5, 1.5, 4.0)},
     needs=("sklearn",),
 )
 def measure(store: Store, rows: int = 4000, sigmas: tuple[float, ...] = SIGMAS) -> None:
